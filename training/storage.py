@@ -1,0 +1,133 @@
+"""One way to reach files, whether in a folder, on S3 or on anything else that pyarrow or fsspec knows by URI."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.fs as pafs
+
+from training.errors import BadInput
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A file or folder: a pyarrow filesystem and the path in it. ``/`` goes down, as with pathlib."""
+
+    fs: pafs.FileSystem
+    path: str
+    local: bool
+
+    def __truediv__(self, name: str) -> Place:
+        return dataclasses.replace(self, path=f"{self.path.rstrip('/')}/{name}")
+
+    def __str__(self) -> str:
+        return self.path if self.local else f"{self.fs.type_name}://{self.path}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rstrip("/").rsplit("/", 1)[-1]
+
+    def info(self) -> pafs.FileInfo:
+        """Type and size. Raises OSError where the store can't be reached."""
+        return self.fs.get_file_info(self.path)
+
+    def exists(self) -> bool:
+        """Whether there is a file or a folder here."""
+        return bool(self.info().type != pafs.FileType.NotFound)
+
+    def children(self, recursive: bool = False) -> list[pafs.FileInfo]:
+        """What lies in this folder, sorted by path; nothing where there is no folder."""
+        found = self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True, recursive=recursive))
+        return sorted(found, key=lambda item: str(item.path))
+
+    def make_folder(self) -> None:
+        """Makes this folder and those above it."""
+        self.fs.create_dir(self.path, recursive=True)
+
+    def read_bytes(self) -> bytes:
+        """The whole file. Raises FileNotFoundError."""
+        with self.fs.open_input_stream(self.path) as stream:
+            return bytes(stream.read())
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes the file so that a reader sees all of it or the one before: object stores do so by themselves, folders by a rename."""
+        if not self.local:
+            with self.fs.open_output_stream(self.path) as stream:
+                stream.write(data)
+            return
+        target = Path(self.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            with draft.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def read_json(self) -> Any:
+        """The parsed JSON file. Raises FileNotFoundError, or ValueError where it is no JSON."""
+        return json.loads(self.read_bytes())
+
+    def write_json(self, value: Any) -> None:
+        """As :meth:`write_bytes`, readable by a person."""
+        self.write_bytes((json.dumps(value, indent=2, sort_keys=False) + "\n").encode())
+
+    def delete(self) -> None:
+        """Removes the file, or the folder with all in it; nothing happens where there is none."""
+        kind = self.info().type
+        if kind == pafs.FileType.Directory:
+            self.fs.delete_dir(self.path)
+        elif kind == pafs.FileType.File:
+            self.fs.delete_file(self.path)
+
+
+def place(uri: str) -> Place:
+    """The place that a person named by a path or URI. Raises BadInput for a scheme that nothing here can open."""
+    scheme = _SCHEME.match(uri)
+    if not scheme:
+        return Place(pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri)), local=True)
+    try:
+        fs, path = pafs.FileSystem.from_uri(uri)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, ValueError):
+        fs, path = _through_fsspec(uri, scheme.group(1))
+    except OSError as error:
+        raise BadInput(f"{uri}: can't be opened ({error})") from error
+    return Place(fs, path.rstrip("/") or "/", local=isinstance(fs, pafs.LocalFileSystem))
+
+
+def _through_fsspec(uri: str, scheme: str) -> tuple[pafs.FileSystem, str]:
+    import fsspec  # only for what pyarrow itself has no filesystem for
+
+    try:
+        fs, path = fsspec.core.url_to_fs(uri)
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"{uri}: nothing here opens {scheme}:// ({error}); use a folder or an s3:// URI") from error
+    return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), path
+
+
+@contextlib.contextmanager
+def as_local_folder(source: Place, scratch: str | None = None) -> Iterator[Path]:
+    """A local folder with the files of ``source``: itself where it is local, else a copy that is removed afterwards."""
+    if source.local:
+        yield Path(source.path)
+        return
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        pafs.copy_files(source.path, folder, source_filesystem=source.fs)
+        yield Path(folder)
