@@ -1,0 +1,397 @@
+"""``python -m training.prepare``: from text to shards of tokens that a training job maps into memory.
+
+The text is read and tokenised by tasks of Ray Data; this process packs what they return, in order, into shards. The same
+sources and settings give the same bytes, whatever the number of CPUs. The manifest is written last: a folder without one
+is unfinished, and the next start replaces it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import filelock
+import numpy as np
+
+from training import data, packing, schema, sources, tokenizer
+from training.data import Manifest, Source
+from training.errors import EXIT_DONE, BadInput, JobError, TrainingFailed
+from training.packing import ShardWriter, Split
+from training.schema import setting
+from training.sources import SUFFIXES
+from training.storage import Place, place
+
+if TYPE_CHECKING:
+    import pyarrow
+    from transformers import PreTrainedTokenizerFast
+
+LOCK = ".prepare.lock"
+TRAIN_BYTES = 256 * 2**20  # of text are enough to learn a vocabulary from; a larger corpus is sampled evenly
+_SAY_EVERY = 2.0  # seconds
+_BLOCK_BYTES = 8 * 2**20  # of tokens in one object of Ray's store
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareSettings:
+    """What decides the rows. Lengths are in tokens."""
+
+    sources: tuple[str, ...] = setting(
+        doc="Text files (one document each), JSON lines (.jsonl, .json, gzipped or not), .parquet, folders of these, a Hugging Face dataset saved on"
+        " disk; each a path, an s3:// or any other URI that pyarrow or fsspec opens. The word stdlib is the source code of the running Python."
+    )
+    output: str = setting(doc="Folder or URI for the shards, the tokenizer and manifest.json; what `data` of the training job names.")
+    tokenizer: str = setting(
+        doc="A Hugging Face hub id, folder or URI: that of the model to fine-tune. Or train:SIZE, a byte-level BPE with SIZE tokens learnt from the"
+        " sources' training documents (an even sample of 256 MiB of larger ones)."
+    )
+    sequence_length: int = setting(1024, "Tokens in a row.", at_least=2, at_most=2**20)
+    eval_fraction: float = setting(0.01, "Part of the documents held out for evaluation, chosen by a hash of their text. 0: none.", at_least=0, at_most=0.9)
+    text_column: str = setting("text", "Column (or JSON key) with the text; rows where it is empty or null are left out.")
+    suffixes: tuple[str, ...] = setting(SUFFIXES, "Endings of the files to take from a folder. A file that is named itself is taken whatever its ending.")
+    parse_special_tokens: bool = setting(
+        False,
+        "Read the tokenizer's special tokens (<|im_start|> and the like) where the text spells them, as chat data needs. false: they are plain text.",
+    )
+    shard_tokens: int = setting(2**27, "Tokens in a shard at most: 256 MiB at two bytes a token.", at_least=1024)
+    parallelism: int | None = setting(None, "Tokenising tasks at a time, one CPU each. None: as many as Ray has CPUs.", at_least=1)
+
+    def __post_init__(self) -> None:
+        tokenizer.asked_vocabulary(self.tokenizer)
+
+
+# Where and how, not what.
+_NOT_DECIDING = frozenset(("sources", "output", "suffixes", "parallelism", "shardTokens"))
+
+
+def prepare(settings: PrepareSettings, say: Callable[[str], None] = print) -> Manifest:
+    """Tokenises and packs the sources into ``settings.output``, unless that has been done; ``say`` is told what goes on.
+
+    Uses the Ray that is connected, or the cluster in RAY_ADDRESS, or starts one on this machine and stops it afterwards.
+    Raises BadInput for sources, tokenizer or output that can't be used as they are, TrainingFailed for a full disk or a
+    lost Ray; neither leaves anything that looks finished.
+    """
+    output = place(settings.output)
+    files = sources.find(settings.sources, settings.suffixes)
+    files = sources.checked(files, settings.text_column, _reading(say, sum(file.size for file in files)))
+    asked = tokenizer.asked_vocabulary(settings.tokenizer)
+    loaded = None if asked else tokenizer.load(settings.tokenizer)
+    identities = [_identity(files, number) for number in range(len(settings.sources))]
+    deciding = {key: value for key, value in _shown_settings(settings).items() if key not in _NOT_DECIDING}
+    if loaded:
+        deciding["tokenizer"] = tokenizer.fingerprint(loaded)
+    inputs = hashlib.sha256(json.dumps([data.SCHEMA, deciding, identities], sort_keys=True).encode()).hexdigest()
+    with _alone_in(output, settings.output):
+        finished = _finished(output, settings, inputs, identities)
+        if finished:
+            say(f"already prepared: {settings.output} holds these sources with these settings ({_summary(finished)})")
+            return finished
+        _remove_leftovers(output)
+        try:
+            return _written(settings, output, files, identities, inputs, loaded or asked, say)
+        except BaseException:
+            # Best effort, so that a full disk gets its room back; what is left has no manifest and the next start replaces it.
+            with contextlib.suppress(OSError):
+                _remove_leftovers(output)
+            raise
+
+
+def _written(
+    settings: PrepareSettings,
+    output: Place,
+    files: list[sources.File],
+    identities: list[str],
+    inputs: str,
+    how: PreTrainedTokenizerFast | int | None,
+    say: Callable[[str], None],
+) -> Manifest:
+    assert how is not None
+    groups = sources.plan(files)
+    if isinstance(how, int):
+        how = _trained(how, groups, settings, say)
+    vocabulary = tokenizer.vocabulary(how)
+    dtype = packing.token_dtype(vocabulary)
+    try:
+        tokenizer.save(how, output / data.TOKENIZER)
+    except OSError as error:
+        raise _write_error(settings, error) from error
+    total = sum(file.size for file in files)
+    writers = {split: ShardWriter(output, split, dtype, settings.shard_tokens, settings.sequence_length) for split in data.SPLITS}
+    documents = [0] * len(settings.sources)
+    progress = _Progress(say, "tokenising", total)
+    try:
+        with _ray(say):
+            for row in _tokenised(groups, how, dtype, settings):
+                if row["error"]:
+                    raise BadInput(row["error"])
+                writers["eval" if row["held_out"] else "train"].write(np.frombuffer(row["tokens"], packing.little_endian(dtype)), row["documents"])
+                documents[row["source"]] += row["documents"]
+                progress.more(row["bytes"], f"{sum(writer.tokens for writer in writers.values()):,} tokens")
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    except OSError as error:
+        raise _write_error(settings, error) from error
+    finally:
+        for writer in writers.values():
+            writer.abandon()
+    _enough(settings, splits)
+    if settings.eval_fraction == 0:
+        del splits["eval"]
+    sizes = [sum(file.size for file in files if file.source == number) for number in range(len(settings.sources))]
+    parts = zip(settings.sources, sizes, documents, identities, strict=True)
+    manifest = Manifest(
+        sequence_length=settings.sequence_length,
+        vocab_size=vocabulary,
+        eos_token_id=int(how.eos_token_id),
+        tokenizer_hash=tokenizer.fingerprint(how),
+        dtype=dtype,
+        splits=splits,
+        sources=tuple(Source(sources.redacted(uri), size, count, sha) for uri, size, count, sha in parts),
+        settings=_shown_settings(settings),
+        inputs=inputs,
+    )
+    try:
+        (output / data.MANIFEST).write_json(manifest.as_json())
+    except OSError as error:
+        raise _write_error(settings, error) from error
+    say(f"prepared {settings.output}: {_summary(manifest)}")
+    return manifest
+
+
+def _summary(manifest: Manifest) -> str:
+    splits = [f"{split.rows:,} {name} rows from {split.documents:,} documents" for name, split in manifest.splits.items()]
+    return f"{', '.join(splits)}; {manifest.sequence_length} tokens a row, vocabulary {manifest.vocab_size:,}"
+
+
+def _shown_settings(settings: PrepareSettings) -> dict[str, Any]:
+    shown = schema.as_mapping(settings)
+    shown["sources"] = [sources.redacted(uri) for uri in settings.sources]
+    for key in ("output", "tokenizer"):
+        shown[key] = sources.redacted(shown[key])
+    return shown
+
+
+def _identity(files: Sequence[sources.File], source: int) -> str:
+    contents = [file.sha256 for file in files if file.source == source]
+    return hashlib.sha256("\n".join(contents).encode()).hexdigest()
+
+
+def _enough(settings: PrepareSettings, splits: Mapping[str, Split]) -> None:
+    documents = sum(split.documents for split in splits.values())
+    if documents == 0:
+        raise BadInput(f"sources: no document in them: every text in {', '.join(map(sources.redacted, settings.sources))} is empty; check textColumn")
+    needed = settings.sequence_length + 1
+    train, held_out = splits["train"], splits["eval"]
+    if train.rows == 0:
+        raise BadInput(
+            f"sources: {train.tokens:,} tokens in {train.documents:,} training documents are fewer than one row needs ({needed:,});"
+            " add text, or lower sequenceLength" + (" or evalFraction" if held_out.tokens else "")
+        )
+    if settings.eval_fraction > 0 and held_out.rows == 0:
+        raise BadInput(
+            f"evalFraction = {settings.eval_fraction} holds out {held_out.documents:,} of {documents:,} documents with {held_out.tokens:,} tokens,"
+            f" fewer than one row needs ({needed:,}); raise evalFraction, lower sequenceLength, add documents or set evalFraction=0 to go without an eval split"
+        )
+
+
+# The output folder
+
+
+@contextlib.contextmanager
+def _alone_in(output: Place, shown: str) -> Iterator[None]:
+    """Makes the folder and keeps a second `prepare` on this machine out of it."""
+    try:
+        output.make_folder()
+        if not output.local:
+            yield
+            return
+        lock = filelock.FileLock(f"{output.path}/{LOCK}", timeout=0)
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise BadInput(f"output = {shown}: another prepare is writing there; wait for it or give another output") from error
+    except OSError as error:
+        raise BadInput(f"output = {shown}: can't be written to ({error.strerror or error}); give a folder where you may write") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _finished(output: Place, settings: PrepareSettings, inputs: str, identities: Sequence[str]) -> Manifest | None:
+    if not (output / data.MANIFEST).exists():
+        return None
+    manifest = data.open_data(settings.output).manifest
+    if manifest.inputs == inputs:
+        return manifest
+    before, now = manifest.settings, _shown_settings(settings)
+    changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if key not in _NOT_DECIDING and before.get(key) != now[key]]
+    if [source.sha256 for source in manifest.sources] != list(identities):
+        changed.append("the sources' content")
+    raise BadInput(
+        f"output = {settings.output}: holds data prepared otherwise (different: {', '.join(changed) or 'the tokenizer'});"
+        " give another output, or delete this one to replace it"
+    )
+
+
+def _remove_leftovers(output: Place) -> None:
+    """Only what `prepare` itself writes: the folder may hold other things."""
+    for item in output.children():
+        shard = item.base_name.startswith(tuple(f"{split}-" for split in data.SPLITS)) and item.base_name.endswith(".bin")
+        if shard or item.base_name == data.TOKENIZER:
+            dataclasses.replace(output, path=item.path).delete()
+
+
+def _write_error(settings: PrepareSettings, error: OSError) -> JobError:
+    if error.errno in packing.NO_ROOM:
+        return TrainingFailed(f"output = {settings.output}: no room to write on ({error.strerror}); free some space or give another output, then start again")
+    return TrainingFailed(f"output = {settings.output}: can't be written to ({error}); the attempt is unfinished, start again when this is mended")
+
+
+# Progress
+
+
+class _Progress:
+    """Says how far the work is, every two seconds, and nothing where it takes less."""
+
+    def __init__(self, say: Callable[[str], None], what: str, total: int) -> None:
+        self._say, self._what, self._total = say, what, total
+        self._done = 0
+        self._begun: float | None = None
+        self._said = time.monotonic()
+
+    def more(self, done: int, also: str = "") -> None:
+        now = time.monotonic()
+        if self._begun is None:  # what came before the first result was waiting for Ray, and says nothing of the speed
+            self._begun, self._first = now, done
+            self._said = now
+        self._done += done
+        if now - self._said < _SAY_EVERY:
+            return
+        self._said = now
+        parts = [f"{self._what}: {self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB"]
+        if also:
+            parts.append(also)
+        if self._done > self._first:
+            parts.append(f"{(now - self._begun) * max(0, self._total - self._done) / (self._done - self._first):.0f} s left")
+        self._say(", ".join(parts))
+
+
+def _reading(say: Callable[[str], None], total: int) -> Callable[[int], None]:
+    return _Progress(say, "checking the sources", total).more
+
+
+# Tokenising
+
+
+def _trained(size: int, groups: Sequence[Sequence[sources.Piece]], settings: PrepareSettings, say: Callable[[str], None]) -> PreTrainedTokenizerFast:
+    pieces = [piece for group in groups for piece in group]
+    every = -(-sum(piece.size for piece in pieces) // TRAIN_BYTES)
+    sample = pieces[::every]
+    say(f"training a tokenizer with {size:,} tokens on {sum(piece.size for piece in sample) / 1e6:,.1f} MB of text")
+    # Set, so that the library uses all cores here and does not warn when Ray forks its processes afterwards.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    parts = (part for piece in sample for part in sources.fragments(piece, settings.text_column, settings.eval_fraction))
+    trained = tokenizer.train((part.text for part in parts if not part.held_out), size)
+    return trained
+
+
+@contextlib.contextmanager
+def _ray(say: Callable[[str], None]) -> Iterator[None]:
+    """Ray for the time of the job: the one that is connected, the cluster in RAY_ADDRESS, or a small one of our own."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+    else:
+        say("starting Ray on this machine")
+        ray.init(address="local", include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _tokenised(groups: Sequence[Sequence[sources.Piece]], using: PreTrainedTokenizerFast, dtype: str, settings: PrepareSettings) -> Iterator[dict[str, Any]]:
+    """Rows of tokenizer.ENCODED, in the order of the sources. Raises TrainingFailed where Ray gives up."""
+    import ray
+    from ray.data import DataContext
+
+    context = DataContext.get_current().copy()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.target_max_block_size = _BLOCK_BYTES
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    encode: Any = functools.partial(  # Any: Ray's annotation of what it accepts leaves out a generator over tables
+        tokenizer.encode_group,
+        rules=using.backend_tokenizer.to_str(),
+        eos=int(using.eos_token_id),
+        dtype=dtype,
+        column=settings.text_column,
+        eval_fraction=settings.eval_fraction,
+        parse_special_tokens=settings.parse_special_tokens,
+    )
+    with DataContext.current(context):
+        work = ray.data.from_items([{"group": pickle.dumps(group)} for group in groups], override_num_blocks=len(groups))
+        encoded = work.map_batches(encode, batch_size=1, batch_format="pyarrow", concurrency=settings.parallelism)
+        try:
+            for table in encoded.iter_batches(batch_size=None, batch_format="pyarrow"):
+                yield from _rows(table)
+        except ray.exceptions.RayError as error:
+            raise TrainingFailed(f"Ray stopped tokenising ({' '.join(str(error).split())[:300]}); the output is unfinished, start again") from error
+
+
+def _rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.to_batches():
+        plain = batch.drop_columns(["tokens"]).to_pylist()
+        for row, tokens in zip(plain, batch.column("tokens"), strict=True):
+            yield {**row, "tokens": tokens.as_buffer()}
+
+
+# The command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: returns the exit code (0 done, 2 bad input, 3 failed half-way)."""
+    parser = argparse.ArgumentParser(prog="python -m training.prepare", description="Tokenises and packs text into rows for the training job.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the settings")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="a setting, over the file's; may be repeated")
+    parser.add_argument("--help-settings", action="store_true", help="list every setting with its default and meaning")
+    chosen = parser.parse_args(arguments)
+    if chosen.help_settings:
+        for key, default, meaning in schema.describe(PrepareSettings):
+            _print(f"{key} ({default})\n    {meaning}")
+        return EXIT_DONE
+    try:
+        raw = schema.read_file(chosen.config) if chosen.config else {}
+        if not raw and not chosen.overrides:
+            raise BadInput("no settings; give --config FILE or --set key=value (--help-settings lists them)")
+        prepare(schema.parse(PrepareSettings, schema.apply_overrides(raw, chosen.overrides), where=chosen.config or "settings"), _print)
+    except JobError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the output is unfinished and the next start replaces it", file=sys.stderr)  # noqa: T201
+        return 130
+    return EXIT_DONE
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Tokenizers: trained here or loaded from anywhere, told apart by a hash, and applied to documents by `prepare`'s workers.
+
+Only :func:`train`, :func:`load` and :func:`save` need transformers; the workers do with `tokenizers`, which starts in no time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+import pyarrow.fs as pafs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training.errors import BadInput
+from training.packing import joined, little_endian
+from training.sources import Fragment, Piece, fragments
+from training.storage import Place, as_local_folder, place
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 257  # one token a byte, and the end of text
+_BATCH_CHARS = 2**20
+_BATCH_DOCUMENTS = 1024
+
+# What a worker hands back: per batch and split, the tokens of the batch's documents, in order. `error` is a sentence for
+# a person and ends the job: raised through Ray it would be retried and printed with a traceback.
+ENCODED = pyarrow.schema(
+    [
+        ("source", pyarrow.int32()),
+        ("held_out", pyarrow.bool_()),
+        ("documents", pyarrow.int64()),
+        ("bytes", pyarrow.int64()),  # of the documents' text as UTF-8, for progress
+        ("tokens", pyarrow.large_binary()),
+        ("error", pyarrow.string()),
+    ]
+)
+
+
+def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most ``vocab_size`` tokens, learnt from ``texts``; the same texts always give the same one.
+
+    Every text can be written in it (each byte is a token), and END_OF_TEXT is both its EOS and its padding token.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    made: Any = PreTrainedTokenizerFast  # its constructor has no annotations
+    fast: PreTrainedTokenizerFast = made(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+    return fast
+
+
+def load(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer behind a folder, a URI or a Hugging Face hub id. No code that comes with it is run.
+
+    Raises BadInput where there is none, where it has no end-of-text token, or no fast form (tokenizer.json).
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    source = place(name)
+    folder = "://" in name or source.exists()
+    if folder and not source.exists():
+        raise BadInput(f"tokenizer = {name}: no such folder; check the URI")
+    try:
+        if folder:
+            with as_local_folder(source) as files:
+                found = AutoTokenizer.from_pretrained(str(files))
+        else:
+            found = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the tokenizers library raises bare Exception for a file it can't parse
+        reason = " ".join(str(error).split())[:200]
+        way_out = "give a folder with a Hugging Face tokenizer" if folder else "give a hub id that can be reached from here, a folder, or train:VOCAB_SIZE"
+        raise BadInput(f"tokenizer = {name}: can't be loaded ({reason}); {way_out}") from error
+    if not isinstance(found, PreTrainedTokenizerFast):
+        raise BadInput(f"tokenizer = {name}: has no fast form (tokenizer.json); save one with transformers, or give another tokenizer")
+    if found.eos_token_id is None:
+        raise BadInput(f"tokenizer = {name}: has no end-of-text (EOS) token, which joins documents; set eos_token and save it, or give another tokenizer")
+    return found
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Place) -> None:
+    """Writes it so that ``AutoTokenizer.from_pretrained`` reads it. Raises OSError."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        folder.make_folder()
+        pafs.copy_files(scratch, folder.path, destination_filesystem=folder.fs)
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 of what decides the tokens of a text: the tokenizer itself and its EOS, not its name, version or chat template."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    for passing in ("version", "truncation", "padding"):
+        rules.pop(passing, None)
+    return hashlib.sha256(json.dumps([rules, tokenizer.eos_token_id], sort_keys=True).encode()).hexdigest()
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than its largest token id: what a model's embedding must hold at least."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+
+
+def asked_vocabulary(name: str) -> int | None:
+    """The size in ``train:SIZE``; None where a tokenizer is to be loaded. Raises BadInput for a size that can't be."""
+    if not name.startswith("train:"):
+        return None
+    size = name.removeprefix("train:").replace("_", "")
+    if not re.fullmatch(r"[0-9]+", size) or not SMALLEST <= int(size) <= 2**20:
+        raise BadInput(f"tokenizer = {name}: write train:SIZE with a vocabulary of {SMALLEST} to {2**20} tokens, for example train:4096")
+    return int(size)
+
+
+# In the workers
+
+
+@functools.lru_cache(maxsize=2)
+def _restored(rules: str, parse_special_tokens: bool) -> Tokenizer:
+    # One task has one CPU; the tasks are what runs in parallel.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_str(rules)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = not parse_special_tokens
+    return tokenizer
+
+
+def encode_group(
+    batch: pyarrow.Table, rules: str, eos: int, dtype: str, column: str, eval_fraction: float, parse_special_tokens: bool
+) -> Iterator[pyarrow.Table]:
+    """Tables of the ENCODED schema for a group of pieces (pickled in the one row of ``batch``), in order.
+
+    The last one holds a sentence in ``error`` where a piece is no good.
+    """
+    tokenizer = _restored(rules, parse_special_tokens)
+    pieces: list[Piece] = pickle.loads(batch.column("group")[0].as_py())  # noqa: S301  (made by this job's own driver)
+    for piece in pieces:
+        try:
+            for batch in _batches(fragments(piece, column, eval_fraction)):
+                yield _encoded(tokenizer, piece.file.source, batch, eos, dtype)
+        except BadInput as error:
+            yield _table([{"source": piece.file.source, "held_out": False, "documents": 0, "bytes": 0, "tokens": b"", "error": str(error)}])
+            return
+
+
+def _batches(parts: Iterable[Fragment]) -> Iterator[list[Fragment]]:
+    batch: list[Fragment] = []
+    chars = 0
+    for part in parts:
+        batch.append(part)
+        chars += len(part.text)
+        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(tokenizer: Tokenizer, source: int, batch: list[Fragment], eos: int, dtype: str) -> pyarrow.Table:
+    encodings = tokenizer.encode_batch_fast([part.text for part in batch], add_special_tokens=False)
+    rows: list[dict[str, Any]] = []
+    for out in (False, True):
+        chosen = [(part, encoding.ids) for part, encoding in zip(batch, encodings, strict=True) if part.held_out == out]
+        if chosen:
+            tokens = joined([(ids, part.ends) for part, ids in chosen], eos, little_endian(dtype))
+            documents = sum(part.ends for part, _ in chosen)
+            size = sum(len(part.text.encode()) for part, _ in chosen)
+            rows.append({"source": source, "held_out": out, "documents": documents, "bytes": size, "tokens": tokens.tobytes(), "error": None})
+    return _table(rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> pyarrow.Table:
+    return pyarrow.Table.from_pylist(rows, schema=ENCODED)
