@@ -1,0 +1,307 @@
+"""What a run leaves behind: ``run.json`` (what ran, where, how it ended) and ``metrics.jsonl`` (a line per logged step).
+
+One process writes: rank 0 of the attempt that is running. Reading needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from training.errors import BadInput, TrainingFailed
+from training.schema import file_key
+from training.storage import Place
+
+SCHEMA = 1
+RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+OUTCOMES = ("running", "done", "stopped", "failed")
+# An object can't be appended to, only written anew; oftener than this would cost more requests than anyone reads.
+REWRITE_EVERY_SECONDS = 30.0
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """A logged step. Rates and times are means over the steps since the last line; None: not known."""
+
+    step: int
+    """Optimizer steps done."""
+    loss: float
+    """Mean cross-entropy of a token, nats."""
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+    tokens: int
+    """Tokens trained on since the run's first step."""
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float
+    step_seconds: float
+    data_wait: float
+    """Seconds of a step in which the loop waited for data."""
+    mfu: float | None = None
+    """0 to 1, attention counted as causal."""
+    exposed_communication: float | None = None
+    """Seconds of a step in which the GPU waited for communication."""
+    memory_gib: float | None = None
+    """Peak memory PyTorch allocated, GiB, on rank 0's device."""
+
+
+def now() -> str:
+    """The time as ISO 8601 in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def code_hash(folder: Path | None = None) -> str:
+    """SHA-256 over names and contents of the .py files of this package (or of ``folder``), in order of name."""
+    root = folder or Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def versions(nccl: str | None = None) -> dict[str, str | None]:
+    """Versions of what computes the result; None for what is not installed. ``nccl``: as torch.cuda.nccl.version() reports it."""
+
+    def installed(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {"python": platform.python_version(), **{name: installed(name) for name in ("torch", "ray", "transformers")}, "nccl": nccl}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON can hold it: floats without a JSON number (a loss that diverged) by name, and user:password@ in URIs struck out.
+
+    The record is read by more people than may use the storage.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, str):
+        return _USER_INFO.sub("***@", value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(_plain(values), allow_nan=False) + "\n").encode()
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    values = json.loads(line)
+    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        raise ValueError("no mapping with a step")
+    return {key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in values.items()}
+
+
+def _read_metrics(place: Place) -> list[dict[str, Any]]:
+    try:
+        lines = place.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise BadInput(f"{place}: can't be read ({error})") from error
+    metrics = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            metrics.append(_parsed(line))
+        except ValueError as error:
+            if number == len(lines):  # the writer was stopped in the middle of it
+                break
+            raise BadInput(f"{place} line {number}: not a line of metrics; remove it, or the whole file, and start again") from error
+    return metrics
+
+
+def read_run(run_place: Place) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """``run.json`` and the lines of ``metrics.jsonl`` (in order of step; training lines have ``loss``, evaluations ``evalLoss``).
+
+    A torn last line is left out. Raises BadInput where the place holds no readable run.
+    """
+    try:
+        run = (run_place / RUN_FILE).read_json()
+    except FileNotFoundError as error:
+        raise BadInput(f"{run_place}: no run here ({RUN_FILE} is missing); give the folder of a run, storage/run-name") from error
+    except OSError as error:
+        raise BadInput(f"{run_place}: can't be read ({error})") from error
+    except ValueError as error:
+        raise BadInput(f"{run_place / RUN_FILE}: not valid JSON ({error}); it was not written by this program") from error
+    if not isinstance(run, dict) or run.get("schema") != SCHEMA:
+        found = run.get("schema") if isinstance(run, dict) else None
+        raise BadInput(f"{run_place / RUN_FILE}: schema {found!r} where {SCHEMA} is expected; read it with the version that wrote it")
+    return run, _read_metrics(run_place / METRICS_FILE)
+
+
+def refuse_another(run_place: Place, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``run.json`` that is already here, or None. Raises BadInput, naming what differs, where it is of a run with another identity."""
+    if not (run_place / RUN_FILE).exists():
+        return None
+    run, _ = read_run(run_place)
+    before, after = run.get("identity", {}), _plain(identity)
+    different = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    if different:
+        listed = "; ".join(f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in different)
+        raise BadInput(f"{run_place} holds another run: {listed}. Give this one another name (run: ...), or the settings it was started with to resume it")
+    return run
+
+
+class RunRecord:
+    """The record of one attempt at a run. Made by :func:`open_run`; nothing is written before :meth:`start`."""
+
+    def __init__(self, run_place: Place, document: dict[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self.place = run_place
+        self._document = document
+        self._clock = clock
+        self._lines: list[bytes] = []
+        self._file: IO[bytes] | None = None
+        self._written = clock()
+        self._closed = False
+        self.attempt = 0
+        """Number of this attempt, from 1; 0 before :meth:`start`."""
+
+    def start(self, start_step: int, world_size: int, hosts: Sequence[str]) -> None:
+        """Begins an attempt that goes on after ``start_step`` (0: from the beginning).
+
+        Lines of earlier attempts beyond ``start_step`` are dropped, for those steps are done again and the curve must go on from there.
+        """
+        lines = _read_metrics(self.place / METRICS_FILE)
+        for attempt in self._document["attempts"]:
+            if attempt["outcome"] == "running":  # its process was gone before it could say so
+                of_it = [line for line in lines if line.get("attempt") == attempt["number"]]
+                attempt |= {
+                    "outcome": "lost",
+                    "endStep": of_it[-1]["step"] if of_it else start_step,
+                    "reason": "ended without a word (killed, or its host was lost)",
+                }
+        self.attempt = len(self._document["attempts"]) + 1
+        self._document["attempts"].append(
+            {
+                "number": self.attempt,
+                "started": now(),
+                "ended": None,
+                "outcome": "running",
+                "worldSize": world_size,
+                "hosts": list(hosts),
+                "startStep": start_step,
+                "endStep": None,
+                "reason": None,
+            }
+        )
+        self._document |= {"outcome": "running", "ended": None, "hosts": list(hosts)}
+        self._lines = [_line(line) for line in lines if line["step"] <= start_step]
+        self._rewrite()
+        if self.place.local:
+            with self._writing():
+                self._file = open((self.place / METRICS_FILE).path, "ab")  # noqa: SIM115 (open for as long as the run)
+        self._save()
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Adds a training line."""
+        known = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
+        self._add({file_key(name).replace("Gib", "GiB"): value for name, value in known.items()})
+
+    def log_evaluation(self, step: int, loss: float) -> None:
+        """Adds an evaluation line: mean cross-entropy of a held-out token (nats) after ``step`` steps, and the perplexity it means."""
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        self._add({"step": step, "evalLoss": loss, "perplexity": perplexity})
+
+    def note(self, **values: Any) -> None:
+        """Adds or replaces fields of run.json (in camelCase there), such as ``cost`` or ``plan``."""
+        self._document |= {file_key(key): _plain(value) for key, value in values.items()}
+        self._save()
+
+    def close(self, outcome: str, end_step: int, reason: str | None = None) -> None:
+        """Ends the attempt: done, stopped (on purpose, before its last step) or failed, after ``end_step`` steps. A second call does nothing."""
+        if self._closed:
+            return
+        if outcome not in OUTCOMES[1:]:
+            raise ValueError(f"outcome {outcome!r}: one of {OUTCOMES[1:]}")
+        self._closed = True
+        ended = now()
+        self._document["attempts"][-1] |= {"ended": ended, "outcome": outcome, "endStep": end_step, "reason": reason}
+        self._document |= {"ended": ended, "outcome": outcome}
+        if self._file is not None:
+            self._file.close()
+        else:
+            self._rewrite()
+        self._save()
+
+    def _add(self, values: Mapping[str, Any]) -> None:
+        line = _line({"step": values["step"], "time": now(), "attempt": self.attempt, **values})
+        if self._file is not None:
+            with self._writing():
+                self._file.write(line)
+                self._file.flush()
+            return
+        self._lines.append(line)
+        if self._clock() - self._written >= REWRITE_EVERY_SECONDS:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        with self._writing():
+            (self.place / METRICS_FILE).write_bytes(b"".join(self._lines))
+        self._written = self._clock()
+
+    def _save(self) -> None:
+        with self._writing():
+            (self.place / RUN_FILE).write_json(self._document)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainingFailed(
+                f"{self.place}: the run's record can't be written ({error}); make room or give access, and start the same run again"
+            ) from error
+
+
+def open_run(
+    storage: Place, run: str, identity: Mapping[str, Any], settings: Mapping[str, Any], *, nccl: str | None = None, clock: Callable[[], float] = time.monotonic
+) -> RunRecord:
+    """The record of ``run`` in ``storage``: a new one, or the one that is there, to be gone on with.
+
+    identity: what makes two starts the same run (:func:`training.settings.identity`); settings: everything, as :func:`training.schema.as_mapping`
+    gives it. Nothing is written before :meth:`RunRecord.start`. Raises BadInput where the folder holds a run of another identity.
+    """
+    run_place = storage / run
+    before = refuse_another(run_place, identity)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run": run,
+        "settings": _plain(settings),
+        "identity": _plain(identity),
+        "versions": versions(nccl),
+        "imageDigest": os.environ.get("RAY_TRAIN_IMAGE_DIGEST") or None,
+        "codeHash": code_hash(),
+        "hosts": [],
+        "attempts": [],
+        "started": now(),
+        "ended": None,
+        "outcome": "running",
+        "cost": None,
+    }
+    if before is not None:
+        document = {**before, **{key: document[key] for key in ("settings", "versions", "imageDigest", "codeHash")}}
+    return RunRecord(run_place, document, clock)
