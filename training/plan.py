@@ -341,12 +341,14 @@ def _times(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mic
     beside = (all_gather if choice.reshard else 0.0) + reduce_scatter
     waiting += (micro_steps - 1) * max(0.0, beside - backward) + max(0.0, beside + all_reduce - backward)
     root = shape.embedding_parameters / shape.parameters
+    serial = _gathers(choice, micro_steps) * all_gather + micro_steps * reduce_scatter + all_reduce
     return _Times(
         compute=micro_steps * (forward + backward + m.micro_step_ms * 1e-3),
         all_gather=_gathers(choice, micro_steps) * all_gather,
         reduce_scatter=micro_steps * reduce_scatter,
         all_reduce=all_reduce,
-        exposed=waiting + (all_gather + reduce_scatter + all_reduce) * root,
+        # Where communication outlasts compute, the root's part is in the waiting already: never more than all of it.
+        exposed=min(waiting + (all_gather + reduce_scatter + all_reduce) * root, serial),
         optimizer=shape.parameters / shards * m.optimizer_bytes / (m.memory_gbs * GB * m.memory_efficiency),
     )
 
@@ -507,12 +509,12 @@ def _shown(candidates: Sequence[Candidate], chosen: Choice, count: int) -> list[
 
 def table(candidates: Sequence[Candidate], chosen: Choice, count: int = 10) -> str:
     """The best candidates for a terminal of 80 columns, ``>`` before the chosen one."""
-    lines = ["  layout reshard reduce recompute  batch     step   tok/s  MFU   GiB    GB binds"]
+    lines = ["  layout reshard reduce recompute  batch    step  tok/s  MFU   GiB    GB binds"]
     for c in _shown(candidates, chosen, count):
         x, e = c.choice, c.estimate
         lines.append(
             f"{'>' if x == chosen else ' '} {x.parallel:6} {'yes' if x.reshard else 'no':7} {x.reduce_dtype:6} {x.activation_checkpointing:9}"
-            f"{f'{x.micro_batch}x{e.accumulation}':>7}{_seconds(e.step_seconds):>9}{e.tokens_per_second_per_gpu:>8,.0f}{e.mfu:>5.0%}"
+            f"{f'{x.micro_batch}x{e.accumulation}':>7}{_seconds(e.step_seconds):>8}{e.tokens_per_second_per_gpu:>7,.0f}{e.mfu:>5.0%}"
             f"{e.memory.total:>6.1f}{e.between_hosts_bytes / GB:>6.1f} {e.binding}"
         )
     return "\n".join(lines)
