@@ -72,12 +72,21 @@ class Settings:
     grad_clip: float = setting(1.0, "Global gradient norm is clipped to this; 0 turns clipping off.", at_least=0)
     seed: int = setting(0, "Seed of random weights and of the data order.", at_least=0, at_most=2**31 - 1)
 
-    precision: str = setting("auto", "Compute type; master weights, optimizer states and the loss are float32 always. auto: bf16 on GPUs, fp32 on CPUs.", choices=("auto", "bf16", "fp32"))
-    parallel: str = setting("auto", "fsdp shards over all workers, hsdp within each host and replicates across hosts; auto asks the plan.", choices=("auto", "fsdp", "hsdp"))
-    reshard: str = setting("auto", "Drop a block's gathered weights after its forward pass (less memory, more traffic); auto asks the plan.", choices=("auto", "yes", "no"))
+    precision: str = setting(
+        "auto",
+        "Compute type; master weights, optimizer states and the loss are float32 always. auto: bf16 on GPUs, fp32 on CPUs.",
+        choices=("auto", "bf16", "fp32"),
+    )
+    parallel: str = setting(
+        "auto", "fsdp shards over all workers, hsdp within each host and replicates across hosts; auto asks the plan.", choices=("auto", "fsdp", "hsdp")
+    )
+    reshard: str = setting(
+        "auto", "Drop a block's gathered weights after its forward pass (less memory, more traffic); auto asks the plan.", choices=("auto", "yes", "no")
+    )
     reduce_dtype: str = setting("auto", "Type in which gradients travel; auto: fp32 on CPUs, else the plan's choice.", choices=("auto", "fp32", "bf16"))
     activation_checkpointing: str = setting(
-        "auto", "Recompute in the backward pass: nothing, all but the matrix products and attention, or whole blocks; auto: as little as fits.",
+        "auto",
+        "Recompute in the backward pass: nothing, all but the matrix products and attention, or whole blocks; auto: as little as fits.",
         choices=("auto", "none", "selective", "full"),
     )
     compile: str = setting("auto", "torch.compile of each block; auto: on GPUs (on a CPU it costs more than a short run wins).", choices=("auto", "yes", "no"))
@@ -87,15 +96,21 @@ class Settings:
     cpus_per_worker: int = setting(1, "CPUs that Ray sets aside for a worker.", at_least=1)
     device: str = setting("auto", "auto: cuda where a GPU is present.", choices=("auto", "cpu", "cuda"))
     max_failures: int = setting(2, "Restarts of the worker group after a lost worker, each from the last complete checkpoint.", at_least=0)
-    collective_timeout: int = setting(600, "Seconds after which a stuck collective ends the run; PyTorch's own default of 1800 bills half an hour for nothing.", at_least=10)
+    collective_timeout: int = setting(
+        600, "Seconds after which a stuck collective ends the run; PyTorch's own default of 1800 bills half an hour for nothing.", at_least=10
+    )
 
     log_every: int = setting(10, "Steps between two lines of metrics.jsonl.", at_least=1)
     eval_every: int = setting(0, "Steps between evaluations on the held-out rows; 0: at the end only.", at_least=0)
     eval_rows: int = setting(256, "Held-out rows in an evaluation at most; 0: no evaluation.", at_least=0)
     checkpoint_every: int = setting(200, "Steps between checkpoints; the final one is always written.", at_least=1)
-    keep_checkpoints: int = setting(2, "Complete checkpoints kept; older ones are deleted after a newer one is complete. The final one is kept always.", at_least=1)
+    keep_checkpoints: int = setting(
+        2, "Complete checkpoints kept; older ones are deleted after a newer one is complete. The final one is kept always.", at_least=1
+    )
     export: bool = setting(True, "At the end write model/ in Hugging Face format (bf16 weights).")
-    transport: str = setting("any", "Which network must have carried the run between hosts; efa and tcp fail the run (exit 4) without proof.", choices=("efa", "tcp", "any"))
+    transport: str = setting(
+        "any", "Which network must have carried the run between hosts; efa and tcp fail the run (exit 4) without proof.", choices=("efa", "tcp", "any")
+    )
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -120,8 +135,8 @@ def not_divisible(tokens_per_step: int, sequence_length: int) -> str:
 
 # What may change between two starts of the same run without making it another run: where and how it runs, not what it computes.
 FREE_TO_CHANGE = frozenset(
-    "run storage data steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing compile lossChunk workers cpusPerWorker device"
-    " maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport sequenceLength".split()
+    """run storage data sequenceLength steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing compile lossChunk
+    workers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport""".split()
 )
 
 

@@ -1,0 +1,158 @@
+"""The training loop: from batches to updated weights. Everything around it (data, model, record, resume) is in worker.py."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from training.data import MicroBatch, Step
+from training.errors import TrainingFailed
+from training.record import StepMetrics
+from training.schedule import learning_rate
+from training.settings import Settings
+from training.world import World
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """Fused AdamW in float32; weight decay on matrices, not on norms and biases."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    # A rate that is a tensor would be one more thing to shard; a float is set before each step.
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), fused=True)
+
+
+def train(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Step],
+    settings: Settings,
+    world: World,
+    *,
+    last_step: int,
+    reshard: bool,
+    on_line: Callable[[StepMetrics], None],
+    after_step: Callable[[int], None],
+) -> None:
+    """Steps until ``last_step``. ``on_line`` is called on every rank every ``log_every`` steps, ``after_step(steps done)`` after each step.
+
+    No value travels from the GPU to the CPU between two lines. Raises TrainingFailed on all ranks at a loss or gradient that is not finite.
+    """
+    loss_sum = torch.zeros((), device=world.device)
+    wait, counted, began = 0.0, 0, time.perf_counter()
+    norm: Tensor | None = None
+    for batch in batches:
+        rate = learning_rate(batch.index, settings)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss_sum += forward_backward(model, batch, settings, world, reshard)
+        norm = clip(model, settings.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        done = batch.index + 1
+        wait, counted = wait + batch.wait_seconds, counted + 1
+        # A checkpoint's step is always a line's too: what is not finite must not be saved.
+        if done % settings.log_every == 0 or done % settings.checkpoint_every == 0 or done == last_step:
+            loss, grad_norm = _shared(loss_sum / counted, norm)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise TrainingFailed(
+                    f"the loss or its gradient is not finite at step {done} (loss {loss}, gradient norm {grad_norm}); no checkpoint was written from it."
+                    " Lower learningRate or gradClip, then start again: it resumes from the last checkpoint"
+                )
+            seconds = (time.perf_counter() - began) / counted
+            on_line(
+                StepMetrics(
+                    step=done,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    learning_rate=rate,
+                    tokens=done * settings.tokens_per_step,
+                    tokens_per_second=settings.tokens_per_step / seconds,
+                    tokens_per_second_per_gpu=settings.tokens_per_step / seconds / world.size,
+                    step_seconds=seconds,
+                    data_wait=wait / counted,
+                    memory_gib=peak_memory_gib(world.device),
+                )
+            )
+            loss_sum.zero_()
+            wait, counted, began = 0.0, 0, time.perf_counter()
+        before = time.perf_counter()
+        after_step(done)
+        began += time.perf_counter() - before  # checkpoints and evaluations are not part of a step's time
+        if done >= last_step:
+            return
+
+
+def forward_backward(model: Any, batch: Step, settings: Settings, world: World, reshard: bool) -> Tensor:
+    """Gradients of the mean loss over the global batch; returns this rank's part of that mean (the parts of all ranks sum to it).
+
+    The divisor is the number of valid tokens of *all* ranks: a mean of per-rank means would weigh tokens unequally. FSDP divides
+    gradients by the number of ranks, hence the factor ``world.size``.
+    """
+    valid = torch.tensor(float(batch.valid_tokens), device=world.device)
+    dist.all_reduce(valid)
+    valid.clamp_(min=1.0)
+    total = torch.zeros((), device=world.device)
+    for i, micro in enumerate(batch.micro_batches):
+        last = i == len(batch.micro_batches) - 1
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)  # hsdp: hosts exchange gradients once a step, not once a micro-batch
+        model.set_reshard_after_backward(reshard or last)
+        loss = token_loss(model, micro, settings.loss_chunk, world.device)
+        (loss * (world.size / valid)).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total / valid
+
+
+def token_loss(model: Any, micro: MicroBatch, chunk: int, device: torch.device) -> Tensor:
+    """Sum of the token losses of one micro-batch: a float32 scalar on ``device``."""
+    ids, labels, positions = (None if t is None else t.to(device, non_blocking=True) for t in micro)
+    loss: Tensor = model.token_loss(ids, labels, positions, chunk)
+    return loss
+
+
+def clip(model: nn.Module, limit: float) -> Tensor:
+    """Scales the gradients to a global norm of at most ``limit`` (0: leaves them); returns the norm before, without a host sync."""
+    if limit > 0:
+        return nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def evaluate(model: Any, batches: Iterable[MicroBatch], settings: Settings, world: World) -> float:
+    """Mean loss (nats per token) over held-out rows, all ranks together."""
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    model.eval()
+    with torch.no_grad():
+        for micro in batches:
+            sums[0] += token_loss(model, micro, settings.loss_chunk, world.device)
+            sums[1] += (micro.labels != -100).sum().to(world.device)
+    model.train()
+    model.reshard()  # without a backward pass the root stays gathered, and its parameters are plain tensors
+    dist.all_reduce(sums)
+    total, count = sums.tolist()
+    return float(total / max(count, 1.0))
+
+
+def _shared(loss: Tensor, norm: Tensor) -> tuple[float, float]:
+    """Loss summed over ranks and the gradient norm as numbers: the one host sync of a line."""
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    loss = loss.clone()
+    dist.all_reduce(loss)
+    numbers = torch.stack([loss, whole.to(loss.dtype)]).tolist()
+    return numbers[0], numbers[1]
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process so far, in GiB: allocated on the GPU, or resident where there is none."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,264 @@
+"""What each process of a run does around the loop: data, model, record, resume, evaluation, export."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from training import checkpoint, loop, model, parallel, plan, schema
+from training.data import Batches, PreparedData, eval_batches, open_data
+from training.errors import BadInput, JobError
+from training.export import export
+from training.flops import ModelShape, mfu
+from training.record import RunRecord, StepMetrics, open_run, refuse_another
+from training.settings import Settings, identity, not_divisible, run_name
+from training.storage import Place, place
+from training.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """What a launcher gives its workers. ``say`` speaks to the person (rank 0 only calls it); ``on_metrics`` gets rank 0's lines;
+    ``on_checkpoint(step, metrics)`` is called on every rank after a checkpoint was begun."""
+
+    say: Callable[[str], None]
+    on_metrics: Callable[[Mapping[str, float]], None] = lambda _: None
+    on_checkpoint: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """Settings whose data, model and run folder were looked at and found to fit together."""
+
+    settings: Settings
+    data: PreparedData
+    config: PretrainedConfig
+    run: str
+    folder: Place
+    identity: Mapping[str, Any]
+
+    @property
+    def last_step(self) -> int:
+        """The step at which this start ends: ``steps``, or ``stop_after`` where that is earlier."""
+        return min(self.settings.steps, self.settings.stop_after or self.settings.steps)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a row."""
+        return self.data.manifest.sequence_length
+
+
+def check(settings: Settings) -> Checked:
+    """Opens data, model configuration and run folder, before any worker or GPU is asked for. Raises BadInput."""
+    data = open_data(settings.data)
+    length = data.manifest.sequence_length
+    if settings.sequence_length not in (None, length):
+        raise BadInput(f"sequenceLength = {settings.sequence_length}, but the data was prepared in rows of {length}; leave it out, or prepare the data anew")
+    if settings.tokens_per_step % length:
+        raise BadInput(not_divisible(settings.tokens_per_step, length))
+    if data.rows("train") == 0:
+        raise BadInput(f"data = {settings.data}: no whole training row in it; prepare it with more text or a shorter sequenceLength")
+    config = model.load_config(settings.model, data.manifest.vocab_size)
+    model.check_config(config, vocab_size=data.manifest.vocab_size, sequence_length=length)
+    storage = place(settings.storage)
+    run = run_name(settings, data.manifest.hash)
+    deciding = identity(settings, data.manifest.hash)
+    try:
+        refuse_another(storage / run, deciding)
+    except OSError as error:
+        raise BadInput(f"storage = {settings.storage}: can't be read ({error}); give a folder or bucket that you may write to") from error
+    return Checked(settings, data, config, run, storage / run, deciding)
+
+
+def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
+    """One rank's whole run. Returns a summary of plain data: run, folder, step, loss, evalLoss, perplexity, tokensPerSecond, resumedFrom.
+
+    A collective: every rank calls it with the same settings. Raises JobError on all ranks alike, or anything else on one.
+    """
+    say = hooks.say if world.is_main else _silent
+    job = world.together(lambda: check(settings))
+    choice = world.together(lambda: _choose(job, world))
+    _share_storage(job, world)
+
+    net = model.build_empty(job.config)
+    parallel.prepare_blocks(net, choice.activation_checkpointing, _decided(settings.compile, world.device.type == "cuda"))
+    mesh = world.together(lambda: parallel.make_mesh(world, choice.parallel))
+    parallel.shard(
+        net,
+        mesh,
+        reshard=choice.reshard,
+        compute_dtype=_compute_dtype(settings, world),
+        reduce_dtype=torch.bfloat16 if choice.reduce_dtype == "bf16" else torch.float32,
+    )
+    model.allocate(net, world.device)
+    optimizer = loop.make_optimizer(net, settings)
+
+    found = checkpoint.latest(job.folder / "checkpoints", world, say)
+    start_step = found.step if found else 0
+    record = world.on_main(lambda: _open_record(job, world, start_step, choice))
+    attempt = world.broadcast(record.attempt if record else 0)
+    checkpoints = checkpoint.Checkpointer(job.folder / "checkpoints", world, attempt, settings.keep_checkpoints, asynchronous=world.device.type == "cuda")
+    step_done = start_step
+    try:
+        if found:
+            checkpoints.load(found, net, optimizer)
+            say(f"resuming {job.run} from step {found.step} (written by {found.facts['worldSize']} workers, now {world.size})")
+        else:
+            weights = world.on_main(lambda: model.full_weights(settings.model, job.config, settings.seed))
+            model.fill(net, weights, world)
+            del weights
+        model.check_master_weights(net)
+        say(_opening(job, world, choice, net))
+
+        rows = settings.tokens_per_step // job.sequence_length
+        eval_rows = min(settings.eval_rows, job.data.rows("eval"))
+        latest: dict[str, float] = {}
+        began, first = time.monotonic(), start_step
+
+        def on_line(line: StepMetrics) -> None:
+            nonlocal step_done
+            step_done = line.step
+            line = dataclasses.replace(line, mfu=_mfu(line, job, world))
+            latest.update(loss=line.loss, tokensPerSecond=line.tokens_per_second)
+            if record is None:
+                return
+            record.log(line)
+            hooks.on_metrics(
+                {"step": line.step, "loss": line.loss, "grad_norm": line.grad_norm, "tokens_per_second": line.tokens_per_second, "data_wait": line.data_wait}
+            )
+            left = (time.monotonic() - began) / (line.step - first) * (job.last_step - line.step)
+            say(_progress(line, job.last_step, left))
+
+        def evaluate(done: int) -> None:
+            loss = loop.evaluate(net, eval_batches(job.data, eval_rows, choice.micro_batch, world.size, world.rank, settings.document_mask), settings, world)
+            latest.update(evalLoss=loss, perplexity=math.exp(min(loss, 700.0)))
+            if record is not None:
+                record.log_evaluation(done, loss)
+            say(f"step {done}: held-out loss {loss:.4f}, perplexity {latest['perplexity']:.2f}")
+
+        def after_step(done: int) -> None:
+            if eval_rows and (done == job.last_step or (settings.eval_every and done % settings.eval_every == 0)):
+                evaluate(done)
+            if done == job.last_step or done % settings.checkpoint_every == 0:
+                checkpoints.save(
+                    done, net, optimizer, {"run": job.run, "tokens": done * settings.tokens_per_step, "loss": latest["loss"], "identity": job.identity}
+                )
+                hooks.on_checkpoint(done, latest)
+            checkpoints.poll()
+
+        if start_step < job.last_step:
+            with Batches(job.data, "train", rows, choice.micro_batch, world.size, world.rank, settings.seed, start_step, settings.document_mask) as batches:
+                loop.train(net, optimizer, batches, settings, world, last_step=job.last_step, reshard=choice.reshard, on_line=on_line, after_step=after_step)
+        else:
+            say(f"step {start_step} is already done; nothing is left to train")
+            if eval_rows:
+                evaluate(start_step)
+        checkpoints.wait()
+        step_done = max(start_step, job.last_step)
+        if settings.export:
+            export(net, job.data.tokenizer_folder, job.folder / "model", world, eos_token_id=job.data.manifest.eos_token_id)
+    except Exception as error:
+        if record is not None:
+            with contextlib.suppress(OSError):  # the storage may be what failed; the error itself must be the one that is told
+                record.close("failed", step_done, f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}")
+        raise
+    if record is not None:
+        record.close("done" if step_done >= settings.steps else "stopped", step_done)
+    return {"run": job.run, "folder": str(job.folder), "step": step_done, "resumedFrom": start_step if found else None, **latest}
+
+
+def _silent(_text: str) -> None:
+    pass
+
+
+def _decided(setting: str, auto: bool) -> bool:
+    return auto if setting == "auto" else setting == "yes"
+
+
+def _compute_dtype(settings: Settings, world: World) -> torch.dtype:
+    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and world.device.type == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+def _shape(job: Checked) -> ModelShape:
+    return ModelShape.of(job.config.to_dict())
+
+
+def _choose(job: Checked, world: World) -> plan.Choice:
+    s = job.settings
+
+    def fixed(value: str) -> str | None:
+        return None if value == "auto" else value
+
+    cluster = plan.Cluster(len(world.hosts), world.local_size, plan.this_machine(world.device.type))
+    wanted = plan.Fixed(
+        parallel=fixed(s.parallel),
+        reshard=None if s.reshard == "auto" else s.reshard == "yes",
+        reduce_dtype=fixed(s.reduce_dtype),
+        activation_checkpointing=fixed(s.activation_checkpointing),
+        micro_batch=s.micro_batch,
+    )
+    choice, _ = plan.choose(_shape(job), cluster, s.tokens_per_step, job.sequence_length, wanted, s.loss_chunk)
+    return choice
+
+
+def _share_storage(job: Checked, world: World) -> None:
+    """Proves before the first step that all hosts see the same storage. Raises BadInput on all ranks where they don't."""
+    probe = job.folder / f".probe-{world.broadcast(time.time_ns())}"
+
+    def write() -> None:
+        try:
+            probe.write_bytes(b"shared")
+        except OSError as error:
+            raise BadInput(f"storage = {job.settings.storage}: can't be written to ({error}); give a folder or bucket that you may write to") from error
+
+    def read() -> None:
+        if not probe.exists():
+            raise BadInput(f"storage = {job.settings.storage} is not the same folder on all hosts; use an s3:// URI or a shared file system")
+
+    try:
+        world.on_main(write)
+        world.together(read)
+    finally:
+        if world.is_main:
+            with contextlib.suppress(OSError):
+                probe.delete()
+
+
+def _open_record(job: Checked, world: World, start_step: int, choice: plan.Choice) -> RunRecord:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    record = open_run(place(job.settings.storage), job.run, job.identity, schema.as_mapping(job.settings), nccl=nccl)
+    record.start(start_step, world.size, world.hosts)
+    record.note(plan=dataclasses.asdict(choice))
+    return record
+
+
+def _mfu(line: StepMetrics, job: Checked, world: World) -> float | None:
+    if world.device.type != "cuda":
+        return None
+    peak = plan.this_machine("cuda").peak_tflops * 1e12
+    return mfu(line.tokens_per_second_per_gpu, _shape(job), job.sequence_length, peak)
+
+
+def _opening(job: Checked, world: World, choice: plan.Choice, net: Any) -> str:
+    parameters = sum(p.numel() for p in net.parameters())
+    hosts = f"{len(world.hosts)} host" + ("s" if len(world.hosts) > 1 else "")
+    return (
+        f"run {job.run}: {job.config.model_type}, {parameters / 1e6:,.1f} M parameters, {world.size} x {world.device.type} on {hosts}; "
+        f"{choice.parallel}, {'resharding' if choice.reshard else 'no resharding'}, recompute {choice.activation_checkpointing}, "
+        f"{job.settings.tokens_per_step // job.sequence_length} rows of {job.sequence_length} a step in micro-batches of {choice.micro_batch}"
+    )
+
+
+def _progress(line: StepMetrics, last_step: int, seconds_left: float) -> str:
+    left = str(datetime.timedelta(seconds=round(seconds_left)))
+    share = f", {line.mfu:.1%} MFU" if line.mfu is not None else ""
+    return f"step {line.step:>{len(str(last_step))}}/{last_step}  loss {line.loss:.4f}  {line.tokens_per_second:>9,.0f} tokens/s{share}  {left} left"
