@@ -191,7 +191,8 @@ class RunRecord:
                 of_it = [line for line in lines if line.get("attempt") == attempt["number"]]
                 attempt |= {
                     "outcome": "lost",
-                    "endStep": of_it[-1]["step"] if of_it else start_step,
+                    "ended": of_it[-1]["time"] if of_it else attempt["started"],
+                    "endStep": of_it[-1]["step"] if of_it else attempt["startStep"],
                     "reason": "ended without a word (killed, or its host was lost)",
                 }
         self.attempt = len(self._document["attempts"]) + 1

@@ -110,7 +110,8 @@ def test_after_a_resume_every_step_is_there_once_and_in_order(tmp_path, last, re
     assert [line["step"] for line in lines if "evalLoss" in line] == list(range(1, resume_at + 1))
     assert all(line["attempt"] == (1 if line["step"] <= resume_at else 2) for line in lines)
     assert [a["outcome"] for a in document["attempts"]] == ["lost", "done"]
-    assert document["attempts"][0]["endStep"] == (last if last else resume_at), "a lost attempt got as far as its last line"
+    assert document["attempts"][0]["endStep"] == last, "a lost attempt got as far as its last line"
+    assert document["attempts"][0]["ended"] is not None
 
 
 def test_a_writer_killed_in_the_middle_of_a_line_loses_that_line_only(tmp_path):
