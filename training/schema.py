@@ -31,9 +31,10 @@ def setting(
     above: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
+    key: str | None = None,
 ) -> Any:
-    """A field of a settings class: its default (none: required), what it means (unit and why), and its bounds."""
-    metadata = {"doc": doc, "at_least": at_least, "above": above, "at_most": at_most, "choices": choices}
+    """A field of a settings class: its default (none: required), what it means (unit and why), its bounds, its name in files if not the usual one."""
+    metadata = {"doc": doc, "at_least": at_least, "above": above, "at_most": at_most, "choices": choices, "key": key}
     if isinstance(default, (dict, list)) or dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -43,6 +44,10 @@ def file_key(name: str) -> str:
     """``checkpoint_every`` -> ``checkpointEvery``."""
     head, *rest = name.split("_")
     return head + "".join(word.capitalize() for word in rest)
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    return field.metadata.get("key") or file_key(field.name)
 
 
 def parse(cls: type[T], raw: Mapping[str, Any], where: str = "settings") -> T:
@@ -60,6 +65,19 @@ def parse(cls: type[T], raw: Mapping[str, Any], where: str = "settings") -> T:
     raise BadInput(_joined(where, problems))
 
 
+def collect(cls: type[T], raw: Any, prefix: str, problems: list[str]) -> T | None:
+    """:func:`parse` for one part of a bigger whole: what is wrong is appended to ``problems``, its keys named with ``prefix``; None if anything was."""
+    before = len(problems)
+    value = _parse(cls, raw, prefix, problems)
+    if len(problems) > before:
+        return None
+    try:
+        return typing.cast(T, value())
+    except BadInput as error:
+        problems.append(f"{prefix.rstrip('.')}: {error}")
+        return None
+
+
 def _joined(where: str, problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
@@ -72,7 +90,7 @@ def _parse(cls: type, raw: Any, prefix: str, problems: list[str]) -> Any:
         problems.append(f"{prefix or 'the file'} must be a mapping of keys to values, not {_shown(raw)}")
         return lambda: None
     hints = typing.get_type_hints(cls)
-    fields = {file_key(f.name): f for f in dataclasses.fields(cls)}
+    fields = {_key(f): f for f in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
     for key, value in raw.items():
         if not isinstance(key, str) or key not in fields:
@@ -123,7 +141,9 @@ def _convert(hint: Any, field: dataclasses.Field[Any], value: Any, key: str, pro
             return converted
         expected.append(_name(option))
     choices = field.metadata["choices"]
-    problems.append(f"{key} = {_shown(value)}: {'one of ' + ', '.join(choices) if choices else ' or '.join(expected)} expected")
+    # YAML makes numbers of unquoted versions and account ids (1.30 becomes 1.3, 0123 becomes 83).
+    quotes = "; put it in quotes" if str in options and isinstance(value, (int, float)) and not isinstance(value, bool) and not choices else ""
+    problems.append(f"{key} = {_shown(value)}: {'one of ' + ', '.join(choices) if choices else ' or '.join(expected)} expected{quotes}")
     return None
 
 
@@ -228,7 +248,7 @@ def as_mapping(value: Any) -> dict[str, Any]:
             item = as_mapping(item)
         elif isinstance(item, tuple):
             item = list(item)
-        result[file_key(field.name)] = item
+        result[_key(field)] = item
     return result
 
 
@@ -237,7 +257,7 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
     hints = typing.get_type_hints(cls)
     rows: list[tuple[str, str, str]] = []
     for field in dataclasses.fields(cls):
-        key = prefix + file_key(field.name)
+        key = prefix + _key(field)
         nested = next((h for h in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(h)), None)
         if nested is not None:
             rows += describe(typing.cast(type, nested), key + ".")
