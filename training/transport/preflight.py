@@ -47,9 +47,7 @@ def from_dict(data: Mapping[str, Any]) -> Preflight:
     return Preflight(data["host"], tuple(Check(**check) for check in data["checks"]))
 
 
-def check_worker(
-    host: str, nics: int, *, root: str | Path = "/", fi_info: str = "fi_info", timeout: float = 30.0, memlock: int | None = None
-) -> Preflight:
+def check_worker(host: str, nics: int, *, root: str | Path = "/", fi_info: str = "fi_info", timeout: float = 30.0, memlock: int | None = None) -> Preflight:
     """Checks this worker for ``nics`` EFA devices and all that they need.
 
     ``root`` is where /dev and /sys are looked for. ``fi_info`` is libfabric's tool (on PATH, or where the EFA installer puts it), given ``timeout`` seconds.
@@ -75,7 +73,7 @@ def _device(root: Path, nics: int) -> Check:
         "device",
         False,
         saw,
-        f"request vpc.amazonaws.com/efa: {nics} in the worker's limits, and see that the EFA device plugin's DaemonSet has a pod on this node (DESIRED above 0)",
+        f"request vpc.amazonaws.com/efa: {nics} in the worker's limits, and see that the EFA device plugin's DaemonSet has a pod on the node (DESIRED above 0)",
     )
 
 
@@ -107,7 +105,7 @@ def _memlock(limit: int) -> Check:
     saw = f"memlock {limit // 1024} KiB"
     if limit >= _MEMLOCK_ENOUGH:
         return Check("memlock", True, saw)
-    return Check("memlock", False, saw, "raise LimitMEMLOCK of the node's containerd to infinity, or give the container the IPC_LOCK capability and ulimit -l unlimited")
+    return Check("memlock", False, saw, "set LimitMEMLOCK=infinity for the node's containerd, or run the container with ulimit -l unlimited")
 
 
 def _interface(root: Path) -> Check:
@@ -115,7 +113,8 @@ def _interface(root: Path) -> Check:
     real = [name for name in names if not name.startswith(VIRTUAL_INTERFACES) and _up(root / "sys/class/net" / name)]
     if real:
         return Check("interface", True, f"bootstrap over {real[0]}")
-    return Check("interface", False, f"no interface that is up among {', '.join(names) or 'none'}", "start NCCL where it has a real network interface, such as a pod's eth0")
+    saw = f"no real interface that is up (there are: {', '.join(names) or 'none'})"
+    return Check("interface", False, saw, "start NCCL where it has a real network interface, such as a pod's eth0")
 
 
 def _up(interface: Path) -> bool:

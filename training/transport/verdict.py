@@ -130,7 +130,8 @@ def judge(
     if expectation.transport != "any":
         reasons = [*_preflight(preflight), *_proof(ranks, expectation, observed), *byte_reasons]
         if not reasons and observed != expectation.transport:
-            reasons = [Reason("observed", "the run", f"traffic between hosts is {observed}", "give the complete output of every rank of one run", against=False)]
+            do = "give the complete output of every rank of one run"
+            reasons = [Reason("observed", "the run", f"traffic between hosts is {observed}", do, against=False)]
         # What contradicts comes first: it is what a person must mend.
         reasons.sort(key=lambda reason: not reason.against)
         outcome = "fail" if any(r.against for r in reasons) else "unproven" if reasons else "pass"
@@ -144,7 +145,7 @@ def judge(
         observed=observed,
         outcome=outcome,
         reasons=tuple(reasons),
-        notes=tuple([_carried(ranks, observed), *byte_notes, *_missing_text(ranks)]),
+        notes=(_carried(ranks, observed), *byte_notes, *_missing_text(ranks)),
         bytes=byte_layer,
         ranks=tuple(_rank_row(r) for r in ranks),
         hosts=tuple(_host_row(host, counters, expected_bytes) for host in _hosts(ranks)),
@@ -158,6 +159,8 @@ def observe(evidence: Sequence[RankEvidence], expectation: Expectation | None = 
     """
     ranks = [r for r in evidence if _speaks(r)]
     hosts = _hosts(ranks)
+    if expectation is not None and expectation.ranks == 1 and len(evidence) == 1 and not any(p.kind in _FATAL for p in evidence[0].problems):
+        return "intra-host"  # one process has nobody to talk to, and NCCL may then say nothing
     if not ranks or any(p.kind in _FATAL or (p.kind == "failed" and not _started(r)) for r in ranks for p in r.problems):
         return "unknown"
     if all(r.backend == "gloo" for r in ranks):
@@ -233,15 +236,14 @@ def _all_on_one_host(ranks: Sequence[RankEvidence], expectation: Expectation | N
     """For ranks of one host: whether no rank of the run can be elsewhere, and something was set up."""
     world = expectation.ranks if expectation and expectation.ranks else _world(ranks)
     if world == 1:
-        # A communicator of one says nothing of the run it belongs to; only who started the run knows.
-        alone = expectation is not None and 1 in (expectation.ranks, expectation.hosts)
-        return alone and any(_started(r) for r in ranks)
+        # A communicator of one says nothing of the run that it belongs to; only who started the run knows.
+        return expectation is not None and expectation.hosts == 1 and any(_started(r) for r in ranks)
     if world is None or not any(r.links for r in ranks):
         return False
-    nodes = {c.nodes for r in ranks for c in r.communicators if c.nranks == world and c.nodes is not None}
-    if nodes:
-        return nodes == {1}
     if len({r.rank for r in ranks if r.rank is not None}) >= world:
+        return True
+    # NCCL counts ranks without shared memory or P2P between them as nodes of their own, so more than one proves nothing.
+    if {c.nodes for r in ranks for c in r.communicators if c.nranks == world} == {1}:
         return True
     # Ranks are numbered host by host: rank 7 on device 7 leaves no room for another host below it.
     return any(source == device == world - 1 for r in ranks for source, device in _ends(r.links) if source == r.rank)
@@ -262,11 +264,11 @@ def _hosts_missing(ranks: Sequence[RankEvidence]) -> bool:
     if world is None:
         return False
     hosts = len(_hosts(ranks))
-    if any(c.nodes is not None and c.nodes > hosts for r in ranks for c in r.communicators):
-        return True
     numbered = {(r.rank, r.host) for r in ranks if r.rank is not None}
     if len({rank for rank, _ in numbered}) >= world:
         return False
+    if any(c.nodes is not None and c.nodes > hosts for r in ranks for c in r.communicators):
+        return True
     # Some ranks are unseen. With equal blocks of ranks on each host, every rank seen and every end of a channel must fall into its block.
     if world % hosts:
         return True
@@ -354,10 +356,12 @@ def _networks(ranks: Sequence[RankEvidence], expectation: Expectation, observed:
     for r in ranks:
         names, providers = sorted(_net_names(r)), sorted({p.name for p in r.providers})
         seen = f"network {' and '.join(names)}" + (f", provider {' and '.join(providers)}" if providers else "")
-        if not r.networks:
-            key = ("network", "no 'Using network' line", "give the rank's output from its start, with NCCL_DEBUG=INFO", False)
+        if not r.networks and SOCKET not in names:
+            # A rank that stopped with an error has its reason already.
             if not any(p.kind in _FATAL for p in r.problems):
-                found[key].append(r)
+                found["network", "no 'Using network' line", "give the rank's output from its start, with NCCL_DEBUG=INFO", False].append(r)
+            if not set(providers) - {"efa"}:
+                continue
         if expectation.transport == "tcp":
             if _votes(r) - {"tcp", "unproven"}:
                 found["network", seen, "set NCCL_NET=Socket and NCCL_NET_PLUGIN=none for a run over TCP", True].append(r)
@@ -379,7 +383,9 @@ def _networks(ranks: Sequence[RankEvidence], expectation: Expectation, observed:
 def _channels(ranks: Sequence[RankEvidence], expectation: Expectation, observed: str) -> list[Reason]:
     if len(_hosts(ranks)) < 2:
         return []
-    without = _hosts_without_channel(ranks, expectation.transport)
+    # A host on another network has its reason already.
+    elsewhere = {r.host for r in ranks if _votes(r) - {expectation.transport, "unproven"}}
+    without = [host for host in _hosts_without_channel(ranks, expectation.transport) if host not in elsewhere]
     if not without:
         return []
     name = "NET/Socket" if expectation.transport == "tcp" else "NET/Libfabric"
@@ -395,10 +401,13 @@ def _host_count(ranks: Sequence[RankEvidence], expectation: Expectation, observe
         do = "spread the ranks over two hosts or more, or set transport to any" if sure else "give the output of every host's ranks"
         return [Reason("hosts", f"host {hosts[0]}", saw, do, against=sure)]
     if expectation.hosts is not None and len(hosts) != expectation.hosts:
-        saw = f"{len(hosts)} of {expectation.hosts} hosts left evidence" if len(hosts) < expectation.hosts else f"{len(hosts)} hosts, {expectation.hosts} expected"
+        saw = f"{len(hosts)} of {expectation.hosts} hosts left evidence"
+        if len(hosts) > expectation.hosts:
+            saw = f"{len(hosts)} hosts, {expectation.hosts} expected"
         return [Reason("hosts", _list("host", hosts), saw, "give the output of every host of one run, and of no other run", against=False)]
     if _hosts_missing(ranks):
-        return [Reason("hosts", _list("host", hosts), "NCCL's rank numbers point to hosts that left no evidence", "give the output of every rank", against=False)]
+        saw = "NCCL's rank numbers point to hosts that left no evidence"
+        return [Reason("hosts", _list("host", hosts), saw, "give the output of every rank", against=False)]
     return []
 
 
@@ -456,7 +465,7 @@ def _counts(ranks: Sequence[RankEvidence], expectation: Expectation) -> list[Rea
     if silent:
         saw = "no line of NCCL's" + (f": {silent[0].cut[0]}" if silent[0].cut else "")
         reasons.append(Reason("evidence", _where(silent), saw, "see that NCCL_DEBUG_FILE of each rank can be written, and give all of them", against=False))
-    speaking = [r for r in ranks if _speaks(r)]
+    speaking = list({(r.host, r.pid): r for r in ranks if _speaks(r)}.values())
     nccl = [r for r in speaking if r.backend == "nccl"]
     strangers = [r for r in nccl if not r.communicators and r.links]
     if strangers:
@@ -535,11 +544,13 @@ def _bytes(
     reasons = []
     if silent:
         saw = f"the {name} counters did not move" + _instead(silent, counters, kind)
-        reasons.append(Reason("bytes", _list("host", silent), saw, "the traffic went another way: trust the counters, and read the rank's log anew", against=True))
+        do = "the traffic went another way: look for a second communicator on sockets, and for another plugin or job"
+        reasons.append(Reason("bytes", _list("host", silent), saw, do, against=True))
     if short and expected:
         lowest = min((min(counters[host].total(kind) or (0, 0)) for host in short), default=0)
         saw = f"{_size(lowest)} over {name} where the plan moves {_size(expected.per_host)}" + _instead(short, counters, kind)
-        reasons.append(Reason("bytes", _list("host", short), saw, "a part of the traffic went another way; look for a second communicator on sockets", against=True))
+        do = "a part of the traffic went another way: look for a second communicator on sockets"
+        reasons.append(Reason("bytes", _list("host", short), saw, do, against=True))
     if long and expected:
         highest = max((min(counters[host].total(kind) or (0, 0)) for host in long), default=0)
         saw = f"{_size(highest)} over {name} where the plan moves {_size(expected.per_host)}"
@@ -634,6 +645,11 @@ def _where(ranks: Sequence[RankEvidence]) -> str:
         words += [_count(unknown, "process", "processes")] if unknown else []
         parts.append(f"{' and '.join(words)} on {host}")
     return "; ".join(parts[:4]) + (f"; and {len(parts) - 4} more hosts" if len(parts) > 4 else "")
+
+
+def rank_spans(numbers: Iterable[int]) -> str:
+    """``0-3, 7`` for 0, 1, 2, 3 and 7."""
+    return ", ".join(_spans(sorted(set(numbers))))
 
 
 def _spans(numbers: Sequence[int]) -> list[str]:
