@@ -154,7 +154,7 @@ class ShardWriter:
         if error.errno not in NO_ROOM:
             return error
         return TrainingFailed(
-            f"{self._folder / self._name()}: no room to write on ({error.strerror}) after {self.tokens:,} tokens of the {self._split} split;"
+            f"{self._folder / self._name()}: no room to write on ({os.strerror(error.errno)}) after {self.tokens:,} tokens of the {self._split} split;"
             " free some space or give another output, then start again (nothing of this attempt is kept)"
         )
 

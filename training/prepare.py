@@ -219,7 +219,9 @@ def _alone_in(output: Place, shown: str) -> Iterator[None]:
     except filelock.Timeout as error:
         raise BadInput(f"output = {shown}: another prepare is writing there; wait for it or give another output") from error
     except OSError as error:
-        raise BadInput(f"output = {shown}: can't be written to ({error.strerror or error}); give a folder where you may write") from error
+        raise BadInput(
+            f"output = {shown}: can't be written to ({os.strerror(error.errno) if error.errno else error}); give a folder where you may write"
+        ) from error
     try:
         yield
     finally:
@@ -252,7 +254,9 @@ def _remove_leftovers(output: Place) -> None:
 
 def _write_error(settings: PrepareSettings, error: OSError) -> JobError:
     if error.errno in packing.NO_ROOM:
-        return TrainingFailed(f"output = {settings.output}: no room to write on ({error.strerror}); free some space or give another output, then start again")
+        return TrainingFailed(
+            f"output = {settings.output}: no room to write on ({os.strerror(error.errno)}); free some space or give another output, then start again"
+        )
     return TrainingFailed(f"output = {settings.output}: can't be written to ({error}); the attempt is unfinished, start again when this is mended")
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,7 +101,7 @@ def find(sources: Sequence[str], suffixes: Sequence[str]) -> list[File]:
 
 
 def _reason(error: OSError) -> str:
-    return error.strerror or " ".join(str(error).split())
+    return os.strerror(error.errno) if error.errno else " ".join(str(error).split())
 
 
 def kind_of(name: str) -> str:
@@ -196,8 +197,8 @@ def _checked(file: File, column: str) -> File:
 
 
 def _unreadable(file: File, error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"can't be read ({error.strerror})"
+    if isinstance(error, OSError) and error.errno:
+        return f"can't be read ({_reason(error)})"
     return f"can't be read as {file.kind} ({' '.join(str(error).split())})"
 
 
