@@ -1,0 +1,1 @@
+"""What AWS bills: network, control plane, node groups, storage, identity, auto-stop. Imports nothing of workloads/."""
