@@ -49,7 +49,8 @@ _ASSIGNED = re.compile(r"Assigned NET plugin (.+) to comm")
 
 _BLOCK = 1 << 20  # bytes read at once, and the longest line kept
 _SEEN = 8192  # lines remembered, to skip repetitions cheaply
-_MOST = {"ranks": 4096, "links": 4096, "communicators": 512, "few": 32}  # bounds of what is kept, so that no log can fill the memory
+# Bounds of what is kept, so that no log can fill the memory; "all" over all processes of a reading.
+_MOST = {"ranks": 4096, "links": 4096, "communicators": 512, "few": 32, "all": 200_000}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Communicator:
     complete: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Link:
     """Channels from rank ``source`` to rank ``target`` (with their device numbers; None in versions that print bus ids).
 
@@ -191,8 +192,8 @@ def collect_rank(log_file: str | Path, host: str, pid: int, rank: int) -> RankEv
 class _Process:
     """The growing evidence of one (host, pid)."""
 
-    def __init__(self, host: str, pid: int, source: str) -> None:
-        self.host, self.pid, self.source = host, pid, source
+    def __init__(self, host: str, pid: int, source: str, reader: _Reader) -> None:
+        self.host, self.pid, self.source, self.reader = host, pid, source, reader
         self.nccl = self.plugin = self.interface = ""
         self.networks: dict[str, None] = {}
         self.providers: dict[Provider, None] = {}
@@ -209,10 +210,11 @@ class _Process:
     def keep(self, store: dict[Any, Any], key: Any, value: Any = None, bound: str = "few") -> None:
         if key in store:
             return
-        if len(store) < _MOST[bound]:
+        if len(store) < _MOST[bound] and self.reader.kept < _MOST["all"]:
             store[key] = value
+            self.reader.kept += 1
         else:
-            self.cut[f"more than {_MOST[bound]} different {bound if bound != 'few' else 'entries of one kind'}; the rest is not kept"] = None
+            self.cut["holds more than is kept here"] = None
 
     def evidence(self) -> RankEvidence:
         alone = next(iter(self.networks)) if len(self.networks) == 1 else None
@@ -269,6 +271,7 @@ class _Reader:
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], _Process] = {}
         self.seen: set[bytes] = set()
+        self.kept = 0
 
     def ranks(self) -> list[RankEvidence]:
         return [self.processes[key].evidence() for key in sorted(self.processes)]
@@ -300,8 +303,7 @@ class _Reader:
                 cut.add("ends without a newline, perhaps in the middle of a line")
             self._lines(rest, source, here, cut, unfinished=True)
         for key in here:
-            for what in cut:
-                self.processes[key].keep(self.processes[key].cut, what)
+            self.processes[key].cut.update(dict.fromkeys(cut))
 
     def _lines(self, block: bytes, source: str, here: set[tuple[str, int]], cut: set[str], unfinished: bool = False) -> None:
         end = 0
@@ -337,9 +339,9 @@ class _Reader:
         process = self.processes.get(key)
         if process is None:
             if len(self.processes) >= _MOST["ranks"]:
-                cut.add(f"more than {_MOST['ranks']} processes speak in the log; the rest is not kept")
+                cut.add("holds more than is kept here")
                 return
-            process = self.processes[key] = _Process(*key, source)
+            process = self.processes[key] = _Process(*key, source, self)
         here.add(key)
         message = match["info"] if match["info"] is not None else match["warn"]
         if " [repeated " in message:
@@ -349,7 +351,7 @@ class _Reader:
             # Whose line the rest is can't be known; what it says against EFA must not be lost with it.
             process.garbled = True
             if "network Socket" in message or "NET/Socket/" in message:
-                process.keep(process.networks, SOCKET)
+                process.networks[SOCKET] = None
             return
         if match["info"] is not None:
             _info(process, message.rstrip(), unfinished)
@@ -416,8 +418,8 @@ def _channel(process: _Process, message: str) -> None:
         ),
         bound="links",
     )
-    if net and net[1] == SOCKET and len(process.links) >= _MOST["links"]:
-        process.keep(process.networks, SOCKET)
+    if net and net[1] == SOCKET and process.cut:
+        process.networks[SOCKET] = None  # must be known even where no more links are kept
 
 
 def _device(text: str) -> int | None:

@@ -19,6 +19,7 @@ from training.transport.preflight import Preflight
 
 SCHEMA = 1
 TRANSPORTS = ("efa", "tcp", "any")
+_LOSSY = ("holds more", "has a hole")  # RankEvidence.cut: lines that may have said anything are gone
 _FATAL = frozenset({"unreachable", "transfer", "stopped", "memory"})
 
 
@@ -452,8 +453,8 @@ def _text(ranks: Sequence[RankEvidence], expectation: Expectation, observed: str
     if garbled := [r for r in ranks if r.garbled]:
         do = "give each rank its own NCCL_DEBUG_FILE"
         reasons.append(Reason("garbled", _where(garbled), "lines of several processes run into each other", do, against=False))
-    if lossy := [r for r in ranks if any(what.startswith(("more than", "has a hole")) for what in r.cut)]:
-        saw = next(what for r in lossy for what in r.cut if what.startswith(("more than", "has a hole")))
+    if lossy := [r for r in ranks if any(what.startswith(_LOSSY) for what in r.cut)]:
+        saw = next(what for r in lossy for what in r.cut if what.startswith(_LOSSY))
         reasons.append(Reason("truncated", _where(lossy), f"the log {saw}", "give the rank's complete output of this run only", against=False))
     return reasons
 
