@@ -25,7 +25,7 @@ REPORT_FILE = "report.html"
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6fde", "#d9730d", "#2b8a5f", "#9aa3af", "#1f2733"
 # Points, and drawn at this size on a phone: the page scales the pictures up on larger screens, never far down.
 CHART_SIZE, FONT_SIZE = (5.4, 2.9), 9
-LABEL_WIDTH = 0.24  # of "resumed on 128", as a share of the picture
+LABEL_WIDTH = 0.28  # of "resumed, 16 workers", as a share of the picture
 STYLE: dict[Any, Any] = {
     "font.size": FONT_SIZE,
     "font.family": "sans-serif",
@@ -105,7 +105,7 @@ def headline(run: Run, steps: Lines, evaluations: Lines) -> list[tuple[str, str,
         found.append(("loss", _number(last["loss"]), f"from {_number(steps[0]['loss'])}"))
     if evaluations:
         first, last = evaluations[0]["perplexity"], evaluations[-1]["perplexity"]
-        found.append(("perplexity", _number(last), f"held-out, from {_number(first)}" if len(evaluations) > 1 else "held-out"))
+        found.append(("eval perplexity", _number(last), f"from {_number(first)}" if len(evaluations) > 1 else "held-out text"))
     if steps:
         found.append(("tokens/s", f"{_median(steps, 'tokensPerSecond'):,.0f}", f"{_median(steps, 'tokensPerSecondPerGpu'):,.0f} a worker"))
         found.append(("tokens", _large(steps[-1]["tokens"]), ""))
@@ -223,9 +223,15 @@ def _svg(name: str, title: str, draw: Callable[[Figure], None]) -> str:
 
 
 def _series(lines: Lines, key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; what is missing or not finite becomes a gap in the curve."""
-    values = [line.get(key) for line in lines]
-    return [line["step"] for line in lines], [float(v) if isinstance(v, (int, float)) and math.isfinite(v) else math.nan for v in values]
+    """Steps and values; what is missing, not finite or too large to draw becomes a gap in the curve."""
+    return [line["step"] for line in lines], [_drawable(line.get(key)) for line in lines]
+
+
+def _drawable(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not abs(value) < 1e30:
+        return math.nan
+    # Axes over three hundred decades overflow inside matplotlib.
+    return float(value) if abs(value) > 1e-30 else 0.0
 
 
 def _curve(axes: Axes, lines: Lines, key: str, color: str, label: str = "", smoothed: bool = True) -> None:
@@ -248,7 +254,7 @@ def _resumes(axes: Axes, run: Run, labelled: bool = True) -> None:
         for side, span in (("left", (at, at + LABEL_WIDTH)), ("right", (at - LABEL_WIDTH, at))):
             if labelled and span[0] >= 0 and span[1] <= 1 and all(span[0] >= end or span[1] <= start for start, end in taken):
                 axes.annotate(
-                    f"resumed on {attempt['worldSize']}",
+                    f"resumed, {attempt['worldSize']} worker{'' if attempt['worldSize'] == 1 else 's'}",
                     (attempt["startStep"], 1),
                     xycoords=("data", "axes fraction"),
                     xytext=(3 if side == "left" else -3, 0),

@@ -21,6 +21,7 @@ from training.errors import BadInput
 from training.record import StepMetrics
 from training.storage import place
 
+HERE = os.path.dirname(__file__)
 IDENTITY = {"steps": 10, "model": {"random": "tiny"}, "dataHash": "abc"}
 
 
@@ -119,14 +120,14 @@ def test_a_writer_killed_in_the_middle_of_a_line_loses_that_line_only(tmp_path):
         """
         import os, signal, sys
         sys.path.insert(0, sys.argv[2])
-        from tests.unit.test_record import opened, metrics
+        from test_record import opened, metrics
         one = opened(sys.argv[1])
         one.log(metrics(1)); one.log(metrics(2))
         one._file.write(b'{"step": 3, "lo'); one._file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), os.getcwd()], check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), HERE], check=False)
     assert done.returncode == -signal.SIGKILL
     where = place(str(tmp_path)) / "r"
     assert [line["step"] for line in record.read_run(where)[1]] == [1, 2]
@@ -217,7 +218,7 @@ def test_a_disk_that_takes_no_more_is_a_sentence_with_exit_code_three_and_leaves
         """
         import resource, sys
         sys.path.insert(0, sys.argv[2])
-        from tests.unit.test_record import opened, metrics
+        from test_record import opened, metrics
         from training.errors import JobError
         one = opened(sys.argv[1])
         one.log(metrics(1))
@@ -230,7 +231,7 @@ def test_a_disk_that_takes_no_more_is_a_sentence_with_exit_code_three_and_leaves
             sys.exit(error.exit_code)
         """
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), os.getcwd()], check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), HERE], check=False, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "the run's record can't be written" in done.stdout
     assert record.read_run(place(str(tmp_path)) / "r")[1][0]["step"] == 1
