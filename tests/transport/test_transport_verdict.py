@@ -312,7 +312,7 @@ def test_order_and_repetition_of_lines_change_nothing() -> None:
 
 
 @given(at=st.integers(0, len(text_of(run()))))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_a_log_cut_at_any_byte_passes_only_when_all_proofs_stand_before_the_cut(at: int) -> None:
     text = text_of(run())
     verdict = verdict_on(text[:at])

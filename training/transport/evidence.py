@@ -402,8 +402,8 @@ def _channel(process: _Process, message: str) -> None:
         return
     source, source_device, target, target_device, side, via = channel.groups()
     net = _NET.fullmatch(via)
-    if net is None and via.startswith("NET/"):
-        return  # cut off before the device number
+    if net is None and (via.startswith("NET/") or "/" not in via):
+        return  # cut off in the middle of the transport's name
     process.keep(
         process.links,
         Link(

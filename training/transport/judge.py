@@ -49,9 +49,9 @@ def table(verdict: Verdict, extra_notes: Sequence[str] = ()) -> str:
     """The verdict for a person, no line wider than 80 columns, nothing in it that a terminal could obey."""
     lines = [*_wrapped(verdict.line()), *_wrapped(verdict.notes[0]), ""]
     rows = [("host", "ranks", "network", "provider", "NICs", "channels"), *_rows(verdict.ranks)]
-    widths = [min(max(len(row[i]) for row in rows), limit) for i, limit in enumerate((24, 10, 13, 9, 4, 15))]
+    widths = [min(max(len(row[i]) for row in rows), limit) for i, limit in enumerate((26, 10, 13, 9, 4, 13))]
     if len(rows) > 1:
-        lines += [" ".join(_fitted(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [" ".join(_fitted(cell, width, tail=i == 0) for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
         lines.append("")
     moved = [h for h in verdict.hosts if h["efaTx"] is not None or h["nicTx"] is not None]
     for h in moved:
@@ -67,14 +67,15 @@ def _rows(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row per host and kind of rank."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for r in ranks:
-        network = "+".join(r["networks"]) or ("gloo" if r["backend"] == "gloo" else "-")
+        named = {channel.split("/")[1] for channel in r["channels"] if channel.startswith("NET/")}
+        network = "+".join(sorted({*r["networks"], *named})) or ("gloo" if r["backend"] == "gloo" else "-")
         nics = "-" if r["nics"] is None else str(r["nics"])
         groups.setdefault((r["host"], network, "+".join(r["providers"]) or "-", nics), []).append(r)
     rows: list[tuple[str, ...]] = []
-    for (host, network, provider, nics), group in groups.items():
+    for (host, network, provider, nics), group in sorted(groups.items()):
         numbers = rank_spans(r["rank"] for r in group if r["rank"] is not None)
-        channels = sorted({channel for r in group for channel in r["channels"]}, key=lambda name: (not name.startswith("NET"), name))
-        rows.append((host, numbers or "-", network, provider, nics, " ".join(channels) or "-"))
+        kinds = {channel.split("/")[0] + ("+GDR" if channel.endswith("/GDRDMA") else "") for r in group for channel in r["channels"]}
+        rows.append((host, numbers or "-", network, provider, nics, " ".join(sorted(kinds, key=lambda kind: (not kind.startswith("NET"), kind))) or "-"))
     return rows
 
 
@@ -82,9 +83,12 @@ def _gb(number: int | None) -> str:
     return "not counted" if number is None else f"{number / 1e9:.2f} GB"
 
 
-def _fitted(text: str, width: int) -> str:
+def _fitted(text: str, width: int, tail: bool) -> str:
+    """Padded or shortened to ``width``; a name keeps its ``tail``, where the names of a group's pods differ."""
     text = _safe(text)
-    return text.ljust(width) if len(text) <= width else text[: width - 2] + ".."
+    if len(text) <= width:
+        return text.ljust(width)
+    return ".." + text[-(width - 2) :] if tail else text[: width - 2] + ".."
 
 
 def _safe(text: str) -> str:
