@@ -8,7 +8,6 @@ the same rows in the same order.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -114,6 +113,7 @@ class PreparedData:
         self.manifest = manifest
         self.folder = folder
         self._shown = shown
+        self._maps: dict[str, tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]] = {}
 
     @property
     def tokenizer_folder(self) -> Place:
@@ -140,10 +140,6 @@ class PreparedData:
                 break
             parts.append(shards[number][max(0, start - begin) : stop - begin])
         return np.concatenate(parts).astype(np.int64)
-
-    @functools.cached_property
-    def _maps(self) -> dict[str, tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]]:
-        return {}
 
     def _mapped(self, split: str) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]:
         if split not in self._maps:

@@ -18,7 +18,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 LOCK = ".prepare.lock"
 TRAIN_BYTES = 256 * 2**20  # of text are enough to learn a vocabulary from; a larger corpus is sampled evenly
 _SAY_EVERY = 2.0  # seconds
+OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray of our own: what is tokenised but not yet packed waits there
 _BLOCK_BYTES = 8 * 2**20  # of tokens in one object of Ray's store
 
 
@@ -130,8 +131,8 @@ def _written(
     documents = [0] * len(settings.sources)
     progress = _Progress(say, "tokenising", total)
     try:
-        with _ray(say):
-            for row in _tokenised(groups, how, dtype, settings):
+        with _ray(say), contextlib.closing(_tokenised(groups, how, dtype, settings)) as rows:
+            for row in rows:
                 if row["error"]:
                     raise BadInput(row["error"])
                 writers["eval" if row["held_out"] else "train"].write(np.frombuffer(row["tokens"], packing.little_endian(dtype)), row["documents"])
@@ -209,13 +210,11 @@ def _enough(settings: PrepareSettings, splits: Mapping[str, Split]) -> None:
 @contextlib.contextmanager
 def _alone_in(output: Place, shown: str) -> Iterator[None]:
     """Makes the folder and keeps a second `prepare` on this machine out of it."""
+    lock = filelock.FileLock(f"{output.path}/{LOCK}", timeout=0) if output.local else None
     try:
         output.make_folder()
-        if not output.local:
-            yield
-            return
-        lock = filelock.FileLock(f"{output.path}/{LOCK}", timeout=0)
-        lock.acquire()
+        if lock:
+            lock.acquire()
     except filelock.Timeout as error:
         raise BadInput(f"output = {shown}: another prepare is writing there; wait for it or give another output") from error
     except OSError as error:
@@ -225,7 +224,8 @@ def _alone_in(output: Place, shown: str) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        if lock:
+            lock.release()
 
 
 def _finished(output: Place, settings: PrepareSettings, inputs: str, identities: Sequence[str]) -> Manifest | None:
@@ -299,36 +299,58 @@ def _reading(say: Callable[[str], None], total: int) -> Callable[[int], None]:
 def _trained(size: int, groups: Sequence[Sequence[sources.Piece]], settings: PrepareSettings, say: Callable[[str], None]) -> PreTrainedTokenizerFast:
     pieces = [piece for group in groups for piece in group]
     every = -(-sum(piece.size for piece in pieces) // TRAIN_BYTES)
-    sample = pieces[::every]
-    say(f"training a tokenizer with {size:,} tokens on {sum(piece.size for piece in sample) / 1e6:,.1f} MB of text")
+    total = min(TRAIN_BYTES, sum(piece.size for piece in pieces[::every]))
+    say(f"training a tokenizer with {size:,} tokens on {total / 1e6:,.1f} MB of text")
     # Set, so that the library uses all cores here and does not warn when Ray forks its processes afterwards.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    parts = (part for piece in sample for part in sources.fragments(piece, settings.text_column, settings.eval_fraction))
-    trained = tokenizer.train((part.text for part in parts if not part.held_out), size)
-    return trained
+    parts = (part for piece in pieces[::every] for part in sources.fragments(piece, settings.text_column, settings.eval_fraction))
+    return tokenizer.train(_at_most(TRAIN_BYTES, (part.text for part in parts if not part.held_out), _Progress(say, "training the tokenizer", total)), size)
+
+
+def _at_most(limit: int, texts: Iterable[str], progress: _Progress) -> Iterator[str]:
+    """The first texts of ``limit`` bytes: a compressed file holds more than its size says."""
+    for text in texts:
+        if limit <= 0:
+            return
+        size = len(text.encode())
+        limit -= size
+        progress.more(size)
+        yield text
 
 
 @contextlib.contextmanager
 def _ray(say: Callable[[str], None]) -> Iterator[None]:
-    """Ray for the time of the job: the one that is connected, the cluster in RAY_ADDRESS, or a small one of our own."""
+    """Ray for the time of the job: the one that is connected, the cluster in RAY_ADDRESS, or a small one of our own.
+
+    Raises TrainingFailed where it can't be reached or started.
+    """
     import ray
 
     if ray.is_initialized():
         yield
         return
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
-        say("starting Ray on this machine")
-        ray.init(address="local", include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(**quiet)
+        else:
+            say("starting Ray on this machine")
+            ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = (
+            f"the Ray cluster at RAY_ADDRESS={address} can't be reached; check the address, or unset it to use this machine"
+            if address
+            else "Ray can't start here"
+        )
+        raise TrainingFailed(f"{where} ({' '.join(str(error).split())[:300]})") from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _tokenised(groups: Sequence[Sequence[sources.Piece]], using: PreTrainedTokenizerFast, dtype: str, settings: PrepareSettings) -> Iterator[dict[str, Any]]:
+def _tokenised(groups: Sequence[Sequence[sources.Piece]], using: PreTrainedTokenizerFast, dtype: str, settings: PrepareSettings) -> Generator[dict[str, Any]]:
     """Rows of tokenizer.ENCODED, in the order of the sources. Raises TrainingFailed where Ray gives up."""
     import ray
     from ray.data import DataContext
@@ -338,7 +360,6 @@ def _tokenised(groups: Sequence[Sequence[sources.Piece]], using: PreTrainedToken
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = _BLOCK_BYTES
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     encode: Any = functools.partial(  # Any: Ray's annotation of what it accepts leaves out a generator over tables
         tokenizer.encode_group,
         rules=using.backend_tokenizer.to_str(),
@@ -348,14 +369,26 @@ def _tokenised(groups: Sequence[Sequence[sources.Piece]], using: PreTrainedToken
         eval_fraction=settings.eval_fraction,
         parse_special_tokens=settings.parse_special_tokens,
     )
-    with DataContext.current(context):
+    concurrency = settings.parallelism and min(settings.parallelism, len(groups))
+    with DataContext.current(context), _quiet("ray.data"):
         work = ray.data.from_items([{"group": pickle.dumps(group)} for group in groups], override_num_blocks=len(groups))
-        encoded = work.map_batches(encode, batch_size=1, batch_format="pyarrow", concurrency=settings.parallelism)
+        encoded = work.map_batches(encode, batch_size=1, batch_format="pyarrow", concurrency=concurrency)
         try:
             for table in encoded.iter_batches(batch_size=None, batch_format="pyarrow"):
                 yield from _rows(table)
         except ray.exceptions.RayError as error:
             raise TrainingFailed(f"Ray stopped tokenising ({' '.join(str(error).split())[:300]}); the output is unfinished, start again") from error
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:

@@ -87,7 +87,7 @@ def _joined(where: str, problems: Sequence[str]) -> str:
 def _parse(cls: type, raw: Any, prefix: str, problems: list[str]) -> Any:
     """A function that makes the instance, for it may be made only when no part of it has a problem."""
     if not isinstance(raw, Mapping):
-        problems.append(f"{prefix or 'the file'} must be a mapping of keys to values, not {_shown(raw)}")
+        problems.append(f"{prefix.rstrip('.') or 'the file'} must be a mapping of keys to values, not {_shown(raw)}")
         return lambda: None
     hints = typing.get_type_hints(cls)
     fields = {_key(f): f for f in dataclasses.fields(cls)}

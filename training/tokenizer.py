@@ -39,7 +39,7 @@ ENCODED = pyarrow.schema(
         ("source", pyarrow.int32()),
         ("held_out", pyarrow.bool_()),
         ("documents", pyarrow.int64()),
-        ("bytes", pyarrow.int64()),  # of the documents' text as UTF-8, for progress
+        ("bytes", pyarrow.int64()),  # of the sources that this stands for; all rows together: all of them
         ("tokens", pyarrow.large_binary()),
         ("error", pyarrow.string()),
     ]
@@ -148,11 +148,16 @@ def encode_group(
     tokenizer = _restored(rules, parse_special_tokens)
     pieces: list[Piece] = pickle.loads(batch.column("group")[0].as_py())  # noqa: S301  (made by this job's own driver)
     for piece in pieces:
+        left, error = piece.size, None
         try:
             for batch in _batches(fragments(piece, column, eval_fraction)):
-                yield _encoded(tokenizer, piece.file.source, batch, eos, dtype)
-        except BadInput as error:
-            yield _table([{"source": piece.file.source, "held_out": False, "documents": 0, "bytes": 0, "tokens": b"", "error": str(error)}])
+                done = min(left, sum(len(part.text.encode()) for part in batch))
+                yield _table(_encoded(tokenizer, piece.file.source, batch, eos, dtype, done))
+                left -= done
+        except BadInput as bad:
+            error = str(bad)
+        yield _table([{"source": piece.file.source, "held_out": False, "documents": 0, "bytes": left, "tokens": b"", "error": error}])
+        if error:
             return
 
 
@@ -169,7 +174,7 @@ def _batches(parts: Iterable[Fragment]) -> Iterator[list[Fragment]]:
         yield batch
 
 
-def _encoded(tokenizer: Tokenizer, source: int, batch: list[Fragment], eos: int, dtype: str) -> pyarrow.Table:
+def _encoded(tokenizer: Tokenizer, source: int, batch: list[Fragment], eos: int, dtype: str, done: int) -> list[dict[str, Any]]:
     encodings = tokenizer.encode_batch_fast([part.text for part in batch], add_special_tokens=False)
     rows: list[dict[str, Any]] = []
     for out in (False, True):
@@ -177,9 +182,9 @@ def _encoded(tokenizer: Tokenizer, source: int, batch: list[Fragment], eos: int,
         if chosen:
             tokens = joined([(ids, part.ends) for part, ids in chosen], eos, little_endian(dtype))
             documents = sum(part.ends for part, _ in chosen)
-            size = sum(len(part.text.encode()) for part, _ in chosen)
-            rows.append({"source": source, "held_out": out, "documents": documents, "bytes": size, "tokens": tokens.tobytes(), "error": None})
-    return _table(rows)
+            rows.append({"source": source, "held_out": out, "documents": documents, "bytes": done, "tokens": tokens.tobytes(), "error": None})
+            done = 0
+    return rows
 
 
 def _table(rows: list[dict[str, Any]]) -> pyarrow.Table:

@@ -56,5 +56,5 @@ def test_the_order_is_the_same_in_every_version():
 
 @pytest.mark.parametrize(("positions", "n"), [([0], 0), ([-1], 5), ([5], 5)])
 def test_a_place_outside_is_refused(positions, n):
-    with pytest.raises(ValueError, match="shuffle|positions"):
+    with pytest.raises(ValueError, match=r"shuffle|positions"):
         permuted(positions, n, 0, 0)

@@ -441,7 +441,7 @@ _PROBLEMS = tuple(
         ("image", r"no plugin found|could not find: .*libnccl-net|plugin load .* returned"),
     )
 )  # fmt: skip
-_FAILURE = re.compile(r"closed by remote peer|connect\w*\b.*(?:failed|timed out|refused)|remote process exited|unhandled|timeout", re.IGNORECASE)
+_FAILURE = re.compile(r"closed by remote peer|connect\w*\b.*(?:failed|timed out|refused)|remote process exited", re.IGNORECASE)
 
 
 def _kind_of_problem(text: str, warning: bool) -> str | None:

@@ -1,0 +1,154 @@
+"""A resumed run is the run that was never interrupted, on any number of workers and under any plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.ranks import collect, run_ranks, start_ranks
+from tests.training.test_numerics import assert_same
+from tests.training.tiny import Case, build, reference, train
+from training import checkpoint
+from training.storage import place
+from training.world import World
+
+SAVED = Case(steps=3, save_at=(2, 3))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(child.name for child in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, 2, "fsdp"), (2, 2, "fsdp")),
+        ((2, 2, "fsdp"), (3, 3, "fsdp")),
+        ((2, 2, "fsdp"), (4, 2, "hsdp")),
+        ((4, 2, "hsdp"), (1, 1, "fsdp")),
+    ],
+    ids=["2 to 2", "2 to 3", "fsdp to hsdp", "hsdp to one"],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, first: tuple[int, int, str], second: tuple[int, int, str]) -> None:
+    case = Case(steps=6, folder=str(tmp_path), uneven=True)
+    run_ranks(first[0], train, dataclasses.replace(case, parallel=first[2], stop_after=3, save_at=(2, 3)), local_size=first[1])
+    assert names(tmp_path) == ["step-00000002.1", "step-00000003.1"], "steps 2 and 3, written by attempt 1"
+    resumed = run_ranks(second[0], train, dataclasses.replace(case, parallel=second[2], resume=True, attempt=2), local_size=second[1])[0]
+    assert_same(resumed, reference(case)[3:])
+
+
+def test_a_background_checkpoint_is_as_good_as_one_in_the_foreground(tmp_path: Path) -> None:
+    case = Case(steps=4, folder=str(tmp_path), save_at=(1, 2), asynchronous=True)
+    run_ranks(2, train, dataclasses.replace(case, stop_after=3))
+    assert names(tmp_path) == ["step-00000001.1", "step-00000002.1"]
+    resumed = run_ranks(2, train, dataclasses.replace(case, resume=True, attempt=2, save_at=()))[0]
+    assert_same(resumed, reference(case)[2:])
+
+
+@pytest.mark.parametrize("harm", ["marker gone", "file gone", "file short", "marker damaged"])
+def test_a_torn_checkpoint_is_never_resumed_from(tmp_path: Path, harm: str) -> None:
+    case = dataclasses.replace(SAVED, folder=str(tmp_path))
+    run_ranks(2, train, case)
+    newest = tmp_path / "checkpoints" / "step-00000003.1"
+    if harm == "marker gone":
+        (newest / "complete.json").unlink()
+    elif harm == "file gone":
+        (newest / "__1_0.distcp").unlink()
+    elif harm == "file short":
+        data = (newest / "__1_0.distcp").read_bytes()
+        (newest / "__1_0.distcp").write_bytes(data[: len(data) // 2])
+    else:
+        (newest / "complete.json").write_text('{"step": 3, "fi')
+    found = run_ranks(1, _latest, str(tmp_path))[0]
+    assert found[0] == "step-00000002.1", "the checkpoint before the torn one must be used"
+    assert "step-00000003.1" in found[1][0], "the person must be told which one is not used"
+    resumed = run_ranks(2, train, dataclasses.replace(case, resume=True, attempt=2, save_at=(3,)))[0]
+    assert [line[0] for line in resumed] == [3], "step 3 must be done again"
+    assert names(tmp_path) == ["step-00000002.1", "step-00000003.2"], "the torn leftover goes once a whole one is there"
+
+
+def _latest(world: World, folder: str) -> tuple[str, list[str]]:
+    said: list[str] = []
+    found = checkpoint.latest(place(folder) / "checkpoints", world, said.append)
+    return (found.folder.name if found else ""), said
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    run_ranks(1, train, Case(steps=5, folder=str(tmp_path), save_at=(1, 2, 3, 4, 5), keep=2))
+    assert names(tmp_path) == ["step-00000004.1", "step-00000005.1"]
+
+
+def test_a_checkpoint_that_can_not_be_written_stops_all_ranks_and_leaves_the_one_before(tmp_path: Path) -> None:
+    case = Case(steps=4, folder=str(tmp_path), save_at=(1, 3))
+    outcomes = collect(*start_ranks(2, _full_disk_after_step_1, case))
+    for rank, (_, error) in enumerate(outcomes):
+        assert error is not None, f"rank {rank} must stop"
+        assert error[0] == "TrainingFailed", error[2]
+        assert "step 3 could not be written" in error[1]
+        assert "rank 1" in error[1], "it must say where"
+        assert "step 1 is untouched" in error[1], "it must say what is left"
+    assert names(tmp_path) == ["step-00000001.1"], "half-written files must not stay"
+    assert run_ranks(1, _latest, str(tmp_path))[0] == ("step-00000001.1", [])
+
+
+def _full_disk_after_step_1(world: World, case: Case) -> Any:
+    save = checkpoint.Checkpointer.save
+
+    def failing(self: Any, step: int, *arguments: Any) -> None:
+        if step == 3 and world.rank == 1:
+            # The kernel refuses to write more than this into a file, as it does on a full disk.
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        try:
+            save(self, step, *arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    checkpoint.Checkpointer.save = failing  # type: ignore[method-assign]
+    return train(world, case)
+
+
+def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
+    sizes = {}
+    for tied in (True, False):
+        folder = tmp_path / str(tied)
+        run_ranks(1, train, Case(steps=1, folder=str(folder), save_at=(1,), tied=tied))
+        marker = json.loads((folder / "checkpoints" / "step-00000001.1" / "complete.json").read_text())
+        sizes[tied] = sum(marker["files"].values())
+    head = 211 * 32 * 4  # one [vocabulary, hidden] matrix; the untied one comes with two optimizer moments as well
+    assert sizes[False] - sizes[True] > 2.9 * head, "a tied checkpoint must be smaller by the whole head"
+
+
+def test_checkpoints_on_an_object_store_are_read_back(tmp_path: Path) -> None:
+    assert run_ranks(1, _through_pyarrow, str(tmp_path))[0] == ["checkpoints/step-00000001.1"]
+
+
+def _through_pyarrow(world: World, folder: str) -> list[str]:
+    """Saves and loads through the pyarrow filesystem that S3 goes through, rooted in a folder."""
+    import pyarrow.fs as pafs
+    import torch
+
+    from training.storage import Place
+
+    case = Case()
+    _, net, optimizer = build(world, case)
+    store = Place(pafs.SubTreeFileSystem(folder, pafs.LocalFileSystem()), "checkpoints", local=False)
+    store.make_folder()
+    checkpoints = checkpoint.Checkpointer(store, world, 1, 2, asynchronous=False)
+    checkpoints.save(1, net, optimizer, {})
+    before = {name: p.full_tensor().clone() for name, p in net.named_parameters()}
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    found = checkpoint.latest(store, world, print)
+    assert found is not None, "the checkpoint must be found"
+    checkpoints.load(found, net, optimizer)
+    for name, p in net.named_parameters():
+        assert torch.equal(p.full_tensor(), before[name]), f"{name} must come back"
+    return [item.folder.path for item in checkpoint.find(store)]

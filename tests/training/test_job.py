@@ -1,0 +1,253 @@
+"""The job as a person starts it: what it leaves behind, how it resumes, and what each mistake is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training import job, schema
+from training.errors import JobError
+from training.record import read_run
+from training.settings import Settings
+from training.storage import place
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def settings(data: Path, storage: Path, **changes: Any) -> Settings:
+    values = {
+        "data": str(data),
+        "model": {"random": "tiny"},
+        "storage": str(storage),
+        "run": "r",
+        "steps": 8,
+        "tokensPerStep": 32 * 8,
+        "learningRate": 1e-2,
+        "warmupSteps": 2,
+        "logEvery": 1,
+        "checkpointEvery": 3,
+        "microBatch": 2,
+        **changes,
+    }
+    return schema.parse(Settings, values)
+
+
+def start(data: Path, storage: Path, launcher: str = "process", say: Callable[[str], None] = lambda _: None, **changes: Any) -> dict[str, Any]:
+    return job.run(settings(data, storage, **changes), launcher, say)
+
+
+def losses(run: Path) -> dict[int, float]:
+    _, lines = read_run(place(str(run)))
+    found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert len(found) == len(dict(found)), "each step must be in the record once"
+    return dict(found)
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(child.name for child in (run / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the run that is never interrupted, of 40 steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    start(data, folder, steps=40, export=False)
+    return losses(folder / "r")
+
+
+def test_a_run_leaves_its_record(data: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    summary = start(data, tmp_path, say=said.append)
+    run, lines = read_run(place(str(tmp_path / "r")))
+    assert run["outcome"] == "done"
+    assert run["settings"]["steps"] == 8
+    assert run["attempts"][0]["endStep"] == 8
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
+    assert sum("evalLoss" in line for line in lines) == 1, "one evaluation, at the end"
+    first, last = losses(tmp_path / "r")[1], losses(tmp_path / "r")[8]
+    assert last < first - 0.05, f"the loss must fall, {first} to {last}"
+    assert summary["step"] == 8
+    assert summary["evalLoss"] > 0
+    assert checkpoints(tmp_path / "r") == ["step-00000006.1", "step-00000008.1"], "the last two, the final one among them"
+    assert (tmp_path / "r" / "model" / "model.safetensors").exists()
+    assert "<svg" in (tmp_path / "r" / "report.html").read_text()
+    assert any("step 8/8" in text for text in said)
+
+
+def test_stopping_and_going_on_gives_the_run_that_never_stopped(data: Path, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    start(data, tmp_path, steps=40, stopAfter=17, export=False)
+    run, _ = read_run(place(str(tmp_path / "r")))
+    assert run["outcome"] == "stopped"
+    summary = start(data, tmp_path, steps=40, export=False)
+    assert summary["resumedFrom"] == 17
+    assert losses(tmp_path / "r") == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_a_finished_run_is_not_trained_again(data: Path, tmp_path: Path) -> None:
+    start(data, tmp_path)
+    before = losses(tmp_path / "r"), checkpoints(tmp_path / "r")
+    said: list[str] = []
+    summary = start(data, tmp_path, say=said.append)
+    assert summary["step"] == 8
+    assert any("already done" in text for text in said), said
+    assert (losses(tmp_path / "r"), checkpoints(tmp_path / "r")) == before
+
+
+def test_two_runs_in_one_folder_do_not_touch_each_other(data: Path, tmp_path: Path) -> None:
+    start(data, tmp_path, run="one", export=False)
+    files = {path: path.read_bytes() for path in (tmp_path / "one").rglob("*") if path.is_file()}
+    start(data, tmp_path, run="two", seed=5, export=False)
+    assert {path: path.read_bytes() for path in (tmp_path / "one").rglob("*") if path.is_file()} == files
+    assert losses(tmp_path / "two") != losses(tmp_path / "one")
+
+
+def test_a_run_folder_of_another_configuration_is_refused_and_untouched(data: Path, tmp_path: Path) -> None:
+    start(data, tmp_path, export=False)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(JobError) as error:
+        start(data, tmp_path, learningRate=5e-3)
+    assert error.value.exit_code == 2
+    for part in ("learningRate was 0.01, is 0.005", "another name"):
+        assert part in str(error.value)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"data": "no/such/folder"}, ["no/such/folder", "no such folder"]),
+        ({"sequenceLength": 64, "tokensPerStep": 640}, ["sequenceLength = 64", "rows of 32"]),
+        ({"tokensPerStep": 100}, ["tokensPerStep = 100", "96 or 128"]),
+        ({"model": {"random": "enormous"}}, ["model.random = enormous", "tiny"]),
+        ({"model": {"random": {"hidden_size": 32}}}, ["needs model_type"]),
+        ({"model": {"random": {"model_type": "nonesuch"}}}, ["model.random", "nonesuch"]),
+        ({"model": {"random": {"model_type": "qwen2", "vocab_size": 7}}}, ["different tokens and the model 7", "tokenizer"]),
+        ({"model": {"random": {"model_type": "qwen2", "max_position_embeddings": 16}}}, ["rows of 32 tokens exceed", "16"]),
+        ({"model": {"pretrained": "./no-such-model"}}, ["no config.json"]),
+        ({"device": "cuda"}, ["no GPU", "nvidia-smi"]),
+        ({"storage": "/proc/nowhere"}, ["storage = /proc/nowhere", "may write to"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_gets_one_sentence_and_exit_2(data: Path, tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
+    changes = {"data": str(data), "storage": str(tmp_path), **changes}
+    with pytest.raises(JobError) as error:
+        start(Path(changes.pop("data")), Path(changes.pop("storage")), **changes)
+    assert error.value.exit_code == 2, error.value
+    for part in parts:
+        assert part in str(error.value), error.value
+    assert "\n" not in str(error.value), "one sentence, no traceback"
+
+
+def test_a_storage_that_nothing_opens_is_refused(data: Path) -> None:
+    with pytest.raises(JobError) as error:
+        job.run(schema.parse(Settings, {"data": str(data), "model": {"random": "tiny"}, "storage": "nonesuch://bucket/x"}), "process")
+    assert error.value.exit_code == 2
+    assert "nonesuch://" in str(error.value)
+    assert "s3://" in str(error.value)
+
+
+def test_the_command_line_prints_the_sentence_and_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "training.job", "--set", f"data={tmp_path}/gone", "--set", "model.random=tiny"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    bad = subprocess.run([sys.executable, "-m", "training.job", "--set", "step=5"], cwd=ROOT, capture_output=True, text=True)
+    assert bad.returncode == 2
+    assert "did you mean steps?" in bad.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(data: Path, tmp_path: Path) -> None:
+    # A rate at which a step leaves float32.
+    with pytest.raises(JobError) as error:
+        start(data, tmp_path, learningRate=1e38, gradClip=0, warmupSteps=0, steps=30, checkpointEvery=1)
+    assert error.value.exit_code == 3
+    assert "not finite" in str(error.value)
+    bad = int(str(error.value).split("at step ")[1].split()[0])
+    assert all(int(name[5:13]) < bad for name in checkpoints(tmp_path / "r")), "no checkpoint of a broken step may exist"
+    run, _ = read_run(place(str(tmp_path / "r")))
+    assert run["outcome"] == "failed"
+    assert "not finite" in run["attempts"][-1]["reason"]
+
+
+def test_torchrun_gives_the_same_run(data: Path, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text(json.dumps(schema.as_mapping(settings(data, tmp_path, steps=40, stopAfter=5, export=False))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "training.job", "--config", str(config)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 5/5") == 1, "one rank speaks"
+    assert losses(tmp_path / "r") == pytest.approx({step: undisturbed[step] for step in range(1, 6)}, rel=1e-4)
+
+
+def train_workers(marker: str) -> list[int]:
+    """Process ids of the Ray Train workers whose environment carries ``marker``."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"TrainWorker" in (folder / "cmdline").read_bytes() and marker.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+class KillsAWorker:
+    """Listens to the run, and sends SIGKILL to one of its workers when it hears of a step."""
+
+    def __init__(self, marker: str, at: str) -> None:
+        self.marker, self.at, self.said, self.killed = marker, at, [], 0
+
+    def __call__(self, text: str) -> None:
+        self.said.append(text)
+        if not self.killed and text.strip().startswith(self.at):
+            workers = train_workers(self.marker)
+            assert len(workers) == 2, f"two workers must be running, not {workers}"
+            os.kill(workers[-1], signal.SIGKILL)
+            self.killed = workers[-1]
+
+
+def test_a_worker_killed_half_way_costs_only_the_steps_since_the_last_checkpoint(
+    data: Path, tmp_path: Path, undisturbed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILL_TEST", f"marker-{tmp_path}")
+    listener = KillsAWorker(f"marker-{tmp_path}", "step 10/40")
+    summary = start(data, tmp_path, "ray", listener, steps=40, workers=2, maxFailures=1, export=False)
+    assert listener.killed, "\n".join(listener.said)
+    assert summary["step"] == 40
+    assert summary["resumedFrom"] >= 6, "step 9 was committed, or at least the checkpoint before it"
+    assert any("failed" in text and "goes on from its last checkpoint" in text for text in listener.said), listener.said
+    assert losses(tmp_path / "r") == pytest.approx(undisturbed, rel=1e-4), "the curve must go on as if nothing had happened"
+    run, _ = read_run(place(str(tmp_path / "r")))
+    first, second = run["attempts"]
+    # failed, where rank 0 lived to see its connection break; lost, where Ray ended it first
+    assert first["outcome"] in ("failed", "lost"), first
+    assert (second["outcome"], second["startStep"]) == ("done", summary["resumedFrom"])
+    assert run["outcome"] == "done"
+
+
+def test_a_worker_lost_too_often_ends_with_exit_3_and_the_next_start_goes_on(
+    data: Path, tmp_path: Path, undisturbed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILL_TEST", f"marker-{tmp_path}")
+    listener = KillsAWorker(f"marker-{tmp_path}", "step 10/40")
+    with pytest.raises(JobError) as error:
+        start(data, tmp_path, "ray", listener, steps=40, workers=2, maxFailures=0, export=False)
+    assert error.value.exit_code == 3
+    assert "start the same command again" in str(error.value)
+    kept = checkpoints(tmp_path / "r")
+    assert kept, "earlier checkpoints must be there"
+    summary = start(data, tmp_path, steps=40, export=False)
+    assert summary["resumedFrom"] == int(kept[-1][5:13])
+    assert losses(tmp_path / "r") == pytest.approx(undisturbed, rel=1e-4)

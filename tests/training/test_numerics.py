@@ -1,0 +1,57 @@
+"""The sharded, accumulated, chunked training computes what plain PyTorch computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.training.ranks import run_ranks
+from tests.training.tiny import Case, reference, train
+
+TOLERANCE = 1e-4
+
+
+def assert_same(ours: list[tuple[int, float, float]], plain: list[tuple[int, float, float]], tolerance: float = TOLERANCE) -> None:
+    assert [line[0] for line in ours] == [line[0] for line in plain], "the same steps must have been done"
+    for (step, loss, norm), (_, plain_loss, plain_norm) in zip(ours, plain, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=tolerance), f"loss differs at step {step}"
+        assert norm == pytest.approx(plain_norm, rel=tolerance), f"gradient norm differs at step {step}"
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "local_size"),
+    [
+        (Case(), 1, 1),
+        (Case(), 2, 2),
+        (Case(reshard=False), 2, 2),
+        (Case(tied=False, model_type="llama"), 2, 2),
+        (Case(model_type="qwen3", recompute="full"), 2, 2),
+        (Case(recompute="selective", uneven=True), 2, 2),
+        (Case(parallel="hsdp", micro_batch=1), 4, 2),
+        (Case(parallel="hsdp", reshard=False, uneven=True), 4, 2),
+        (Case(uneven=True, micro_batch=3), 3, 3),
+    ],
+    ids=lambda value: f"{value.model_type}-{value.parallel}-{value.recompute}" if isinstance(value, Case) else str(value),
+)
+def test_loss_and_gradient_norm_equal_the_unsharded_run(case: Case, size: int, local_size: int) -> None:
+    results = run_ranks(size, train, case, local_size=local_size)
+    assert all(result == results[0] for result in results), "every rank must report the same numbers"
+    assert_same(results[0], reference(case))
+
+
+def test_accumulation_gives_the_step_of_one_big_batch() -> None:
+    small, big = (run_ranks(1, train, Case(micro_batch=size, uneven=True))[0] for size in (1, 12))
+    assert_same(small, big, 1e-5)
+
+
+def test_a_rank_without_any_valid_token_changes_nothing() -> None:
+    # 12 rows on 5 ranks in micro-batches of 3: ranks 2, 3 and 4 get rows that only fill the shape.
+    case = Case(micro_batch=3, uneven=True, steps=2)
+    assert_same(run_ranks(5, train, case)[0], reference(case))
+
+
+def test_bf16_compute_and_reduce_stay_near_float32() -> None:
+    case = Case(compute_dtype="bf16", reduce_dtype="bf16", steps=3)
+    ours = run_ranks(2, train, case)[0]
+    assert_same(ours, reference(dataclasses.replace(case, compute_dtype="fp32")), 3e-2)
