@@ -496,7 +496,7 @@ def lines(result: Evaluation) -> list[str]:
         change = result.tuned_loss - result.base_loss
         rows = (
             ("", "base", "tuned", "change"),
-            ("loss, nats a token", f"{result.base_loss:.4f}", f"{result.tuned_loss:.4f}", f"{change:+.4f}"),
+            ("loss, nats a token", _nats(result.base_loss), _nats(result.tuned_loss), _nats(change, "+")),
             ("perplexity", _shown(result.base_perplexity), _shown(result.tuned_perplexity), f"x {_shown(perplexity(change))}"),
         )
         made += ["", *(f"{a:20}{b:>14}{c:>14}{d:>14}" for a, b, c, d in rows)]
@@ -524,6 +524,10 @@ def score_lines(scores: Scores) -> list[str]:
     if scores.malformed:
         made += _wrapped(f"{scores.malformed} of the answers were not in the form asked for, and count for neither model", "note: ")
     return made
+
+
+def _nats(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" if abs(value) < 1e6 else f"{value:{sign}.4g}"
 
 
 def _shown(value: float | None) -> str:

@@ -369,8 +369,8 @@ def columns(line):
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text(max_size=300), st.text(alphabet="ab \n\t\x1b界", max_size=300), st.floats(), st.floats())
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=200), st.text(alphabet="ab \n\t\x1b界", max_size=300), st.floats(), st.floats())
 def test_the_table_fits_80_columns_and_sends_no_control_character(one, two, base_loss, tuned_loss):
     result = some(samples=(Sample(one, two, one),), base=one, notes=(two,), base_loss=base_loss, tuned_loss=tuned_loss)
     for line in lines(result):
@@ -378,12 +378,13 @@ def test_the_table_fits_80_columns_and_sends_no_control_character(one, two, base
         assert columns(line) <= 80, repr(line)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text(alphabet="ab 界é.", max_size=300))
 def test_no_character_of_a_sample_is_lost_where_a_line_is_cut(text):
     shown = lines(some(samples=(Sample("p", "b", text),)))
     start = next(i for i, line in enumerate(shown) if line.startswith("  tuned  |"))
     joined = "".join(line[11:] for line in shown[start:])
-    assert joined.replace(" ", "") == (text.replace(" ", "") or "(nothing:itendsthedocumentatonce)")
+    assert joined.replace(" ", "") == (text.replace(" ", "") if text else "(nothing:itendsthedocumentatonce)")
 
 
 def test_the_table_says_what_changed():
