@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import pickle
+import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -333,21 +334,28 @@ def _ray(say: Callable[[str], None]) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
+            _check_reachable(address)
             ray.init(**quiet)
         else:
             say("starting Ray on this machine")
             ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = (
-            f"the Ray cluster at RAY_ADDRESS={address} can't be reached; check the address, or unset it to use this machine"
-            if address
-            else "Ray can't start here"
-        )
-        raise TrainingFailed(f"{where} ({' '.join(str(error).split())[:300]})") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else " ".join(str(error).split())[:300]
+        if address:
+            way_out = "check the address, or unset it to use this machine"
+            raise TrainingFailed(f"the Ray cluster at RAY_ADDRESS={address} can't be reached ({reason}); {way_out}") from error
+        raise TrainingFailed(f"Ray can't start on this machine ({reason})") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ray ends the whole process, from C++, where nothing answers at host:port. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _tokenised(groups: Sequence[Sequence[sources.Piece]], using: PreTrainedTokenizerFast, dtype: str, settings: PrepareSettings) -> Generator[dict[str, Any]]:
