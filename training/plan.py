@@ -51,8 +51,8 @@ class Machine:
         7.5, "Latency of a collective for each of its ranks, microseconds. 30 over 4 ranks assumed; 35-75 published for EFA.", at_least=0
     )
     launch_ms: float = setting(
-        4.0,
-        "Host time of a block in one micro-step (Python, FSDP, kernel launches), milliseconds; a GPU that is faster waits for it. Measured beside an H200.",
+        3.8,
+        "Host time of a block in one micro-step (Python, FSDP, kernel launches), milliseconds; a GPU that is done sooner waits. Measured beside an H200.",
         at_least=0,
     )
     overhead_gib: float = setting(0.6, "CUDA context and NCCL's buffers, GiB. Assumed.", at_least=0)
@@ -80,23 +80,24 @@ class Machine:
 # peak and memory bandwidth: NVIDIA's data sheets (dense bf16). effective: H200 measured with this loop on Qwen2.5-1.5B (48.3k tokens/s, 61% of the
 # 790 TFLOP/s that torch.mm reaches there); L4 the same 61% of torch.mm's 70.9 (its 72 W cap), A100 of 260; H100 as H200, less 5% for its slower
 # memory; L40S from LLM.Q's published 162 on this model by hand-written kernels, less the 16% that these gain on an H100; A10G half of nominal
-# (assumed). intra_host: PCIe 4.0 without peer access assumed at 10 (x8) and 20 (x16); NVLink at 80% of one direction. NICs: those of g6.12xlarge,
+# (assumed). intra_host: PCIe 4.0 without peer access assumed at 10 (x8) and 20 (x16); NVLink of H200 measured
+# (all-gather of one block over two GPUs; 264 with 1 GB), H100 the same, A100 two thirds of it as its links are. NICs: those of g6.12xlarge,
 # g5.12xlarge, g6e.12xlarge, p4d.24xlarge, p4de.24xlarge, p5.48xlarge and p5en.48xlarge.
 _GPUS: Mapping[str, Mapping[str, float]] = {
     "NVIDIA L4": {"peak_tflops": 121, "effective_tflops": 43, "memory_gib": 21.95, "memory_gbs": 300, "intra_host_gbs": 10, "nic_gbps": 40},
     "NVIDIA A10G": {"peak_tflops": 70, "effective_tflops": 35, "memory_gib": 22.06, "memory_gbs": 600, "intra_host_gbs": 10, "nic_gbps": 40},
     "NVIDIA L40S": {"peak_tflops": 362, "effective_tflops": 136, "memory_gib": 44.4, "memory_gbs": 864, "intra_host_gbs": 20, "nic_gbps": 100},
     "NVIDIA A100-SXM4-40GB": {
-        "peak_tflops": 312, "effective_tflops": 160, "memory_gib": 39.4, "memory_gbs": 1555, "intra_host_gbs": 240, "nic_gbps": 100, "nics": 4,
+        "peak_tflops": 312, "effective_tflops": 160, "memory_gib": 39.4, "memory_gbs": 1555, "intra_host_gbs": 150, "nic_gbps": 100, "nics": 4,
     },
     "NVIDIA A100-SXM4-80GB": {
-        "peak_tflops": 312, "effective_tflops": 160, "memory_gib": 79.1, "memory_gbs": 2039, "intra_host_gbs": 240, "nic_gbps": 100, "nics": 4,
+        "peak_tflops": 312, "effective_tflops": 160, "memory_gib": 79.1, "memory_gbs": 2039, "intra_host_gbs": 150, "nic_gbps": 100, "nics": 4,
     },
     "NVIDIA H100 80GB HBM3": {
-        "peak_tflops": 989, "effective_tflops": 455, "memory_gib": 79.1, "memory_gbs": 3350, "intra_host_gbs": 360, "nic_gbps": 100, "nics": 32,
+        "peak_tflops": 989, "effective_tflops": 455, "memory_gib": 79.1, "memory_gbs": 3350, "intra_host_gbs": 220, "nic_gbps": 100, "nics": 32,
     },
     "NVIDIA H200": {
-        "peak_tflops": 989, "effective_tflops": 480, "memory_gib": 139.8, "memory_gbs": 4800, "intra_host_gbs": 360, "nic_gbps": 200, "nics": 16,
+        "peak_tflops": 989, "effective_tflops": 480, "memory_gib": 139.8, "memory_gbs": 4800, "intra_host_gbs": 220, "nic_gbps": 200, "nics": 16,
     },
 }  # fmt: skip
 
@@ -180,7 +181,7 @@ class Memory:
     activations: float
     """What the forward pass keeps for the backward pass."""
     workspace: float
-    """The loss chunk's logits or the gradients on their way, whichever is more."""
+    """The loss chunk's logits, and the largest gradient on its way where there is more than one worker."""
     overhead: float
     """CUDA context and NCCL."""
 
@@ -287,7 +288,7 @@ def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mi
         states=m.state_bytes * total / shards / GIB,
         weights=weights / GIB,
         activations=activations / GIB,
-        workspace=max(loss, gradients) / GIB,
+        workspace=(loss + (gradients if cluster.world > 1 else 0)) / GIB,
         overhead=m.overhead_gib,
     )
 
@@ -296,6 +297,14 @@ def _recompute_seconds(shape: ModelShape, choice: Choice, forward: float) -> flo
     blocks = forward * shape.layers * shape.block_parameters / shape.parameters
     # Two thirds: measured with compiled blocks on an H200, 23% more time a step against 34% with full.
     return {"none": 0.0, "selective": 2 / 3 * blocks, "full": blocks}[choice.activation_checkpointing]
+
+
+def _not_below(seconds: float, floor: float) -> float:
+    """Time of work that a GPU does in ``seconds`` and its host launches in ``floor``: where they are close they partly add up.
+
+    The exponent fits micro-batches of 1 to 16 rows measured on an H200.
+    """
+    return float((seconds**3 + floor**3) ** (1 / 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,8 +325,10 @@ def _times(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mic
     m, n, g, shards = cluster.machine, cluster.hosts, cluster.gpus_per_host, _shards(cluster, choice)
     forward = tokens * flops_per_token(shape, sequence_length) / (m.effective_tflops * 1e12) / 3
     backward = 2 * forward + _recompute_seconds(shape, choice, forward)
-    launches = (shape.layers + 1) * m.launch_ms * 1e-3
-    forward, backward = max(forward, launches / 3), max(backward, launches * 2 / 3)
+    # Recomputed blocks are launched once more, and gathered ones take part of that again (measured on 1 and 2 H200).
+    rounds = 1 + (choice.activation_checkpointing != "none") + 0.5 * choice.reshard
+    launches = rounds * (shape.layers + 1) * m.launch_ms * 1e-3
+    forward, backward = _not_below(forward, launches / 3), _not_below(backward, launches * 2 / 3)
 
     latency = (shape.layers + 1) * m.collective_latency_us * 1e-6
     # The slowest edge of the ring: a NIC where it leaves the host, a link between neighbours where a host has more than one GPU.

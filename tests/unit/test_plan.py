@@ -159,6 +159,23 @@ def test_what_one_h200_measured_is_met(recompute, micro_batch, seconds, gibibyte
 
 
 @pytest.mark.parametrize(
+    ("choice", "seconds", "gibibytes", "tolerance"),
+    [
+        (Choice("fsdp", False, "fp32", "none", 4), 0.401, 40.1, 0.15),
+        (Choice("fsdp", False, "bf16", "none", 8), 0.704, 55.9, 0.05),
+        (Choice("fsdp", True, "fp32", "full", 4), 0.576, 22.7, 0.15),
+        (Choice("fsdp", True, "fp32", "full", 16), 1.720, 25.1, 0.05),
+        (Choice("fsdp", False, "fp32", "selective", 4), 0.569, 25.8, 0.15),
+        (Choice("fsdp", True, "fp32", "none", 4), 0.461, 37.7, 0.15),
+    ],
+)
+def test_what_two_h200_of_one_host_measured_is_met(choice, seconds, gibibytes, tolerance):
+    e = estimate(QWEN, Cluster(1, 2, machine("NVIDIA H200")), choice, 2 * 2 * choice.micro_batch * 2048, 2048)
+    assert e.step_seconds == pytest.approx(seconds, rel=tolerance)
+    assert e.memory.total - e.memory.overhead == pytest.approx(gibibytes, rel=0.09)
+
+
+@pytest.mark.parametrize(
     ("choice", "micro_steps", "gigabytes"),
     [
         (Choice("fsdp", True, "fp32", "none", 2), 1, 10.8),
