@@ -172,7 +172,7 @@ def measure(
     settings = schema.parse(Settings, run.get("settings") or {}, f"settings in {run_place / RUN_FILE}")
     _check_export(run_place, run, settings)
     data = _open_data(run_place, run, settings)
-    step, notes = _exported_step(run)
+    step, notes = _exported_step(run, settings)
 
     device = pick_device("auto", 0)
     dtype = torch.bfloat16 if settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda") else torch.float32
@@ -254,7 +254,10 @@ def _check_export(run_place: Place, run: dict[str, Any], settings: Settings) -> 
     raise BadInput(f"{at}: the run {run.get('outcome')} at step {last.get('endStep')} of {settings.steps}{why}; start it again to go on, with export = true")
 
 
-def _exported_step(run: dict[str, Any]) -> tuple[int | None, list[str]]:
+def _exported_step(run: dict[str, Any], settings: Settings) -> tuple[int | None, list[str]]:
+    """The step that model/ is of, None where the record can't tell, and what a reader must know about it."""
+    if not settings.export:
+        return None, ["The last start of the run was told not to export, so model/ is of an earlier step."]
     attempts = run.get("attempts") or []
     ended = [attempt for attempt in attempts if attempt["outcome"] in ("done", "stopped")]
     if not ended:

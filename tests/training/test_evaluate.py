@@ -10,6 +10,7 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -189,6 +190,29 @@ def test_an_export_older_than_the_last_attempt_is_named_as_such(run):
     result = quick(run)
     assert result.step == 25
     assert any("exported at step 25" in note for note in result.notes)
+
+
+def test_an_export_that_the_last_start_did_not_make_has_no_step(run):
+    rewritten(run, settings={"export": False})
+    result = quick(run)
+    assert result.step is None
+    assert any("earlier step" in note for note in result.notes)
+    assert "unknown step" in "\n".join(lines(result))
+
+
+def test_a_run_in_an_object_store_is_evaluated_there(run):
+    store = fsspec.filesystem("memory")
+    store.put(str(run), "/bucket/r", recursive=True)
+    there = place("memory://bucket/r")
+    result = evaluate.evaluate(there, samples=1, tokens=4, rows=4)
+    assert dataclasses.replace(result, tuned="") == dataclasses.replace(quick(run), tuned="")
+    assert json.loads(store.cat_file("/bucket/r/evaluation.json"))["tuned"]["loss"] == result.tuned_loss
+    assert result.samples[0].tuned in json.loads(store.cat_file("/bucket/r/samples.json"))[0]["tuned"]
+    store.rm("/bucket/r/model/model.safetensors")
+    with pytest.raises(BadInput) as told:
+        measure(there, samples=1)
+    assert str(there / "model") in str(told.value)
+    store.rm("/bucket", recursive=True)
 
 
 def test_data_that_is_gone_or_another_is_bad_input(run, data, tmp_path):
