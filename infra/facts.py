@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pulumi
 import pulumi_aws as aws
+from pulumi.runtime.settings import _get_rpc_manager
 
 import versions
 from config import PROJECT, Stack
@@ -25,6 +27,9 @@ QUOTAS = {"g": ("L-DB2E81BA", "L-3819A6DF"), "p": ("L-417A185B", "L-7212CCBC"), 
 SYSTEM_PODS_GIB = 3.0
 # What the kernel and firmware keep of an instance's nominal memory (Karpenter's vmMemoryOverheadPercent default).
 VM_OVERHEAD = 0.075
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +175,27 @@ def _control_plane_zones(zones: Sequence[Zone]) -> list[str]:
     return [zone.name for zone in zones if zone.id not in ZONES_WITHOUT_CONTROL_PLANE]
 
 
-def _instance(part: str, name: str, region: str) -> Instance:
+def _attempt(ask: Callable[[], T]) -> T | Exception:
+    """A data source's answer, or the error of it.
+
+    The SDK fails the program for every failed call, also for one whose error was caught: it keeps the call on its books and raises it at the end.
+    So the call is taken off them here. (pulumi 3.272.0, runtime/rpc_manager.py and stack.py; a test holds it.)
+    """
+    manager = _get_rpc_manager()
+    before = list(manager.rpcs)
     try:
-        found = aws.ec2.get_instance_type(instance_type=name)
-    except Exception as error:  # the SDK raises nothing narrower for a failed data source
-        if "InvalidInstanceType" not in str(error) and "do not exist" not in str(error):
-            raise
-        raise BadInput(f"{PROJECT}:{part}.instanceType = {name!r}: EC2 has no such type in {region}; correct it or choose another aws:region") from error
+        return ask()
+    except Exception as error:  # the SDK raises nothing narrower
+        manager.rpcs, manager.unhandled_exception, manager.exception_traceback = before, None, None
+        return error
+
+
+def _instance(part: str, name: str, region: str) -> Instance:
+    found = _attempt(lambda: aws.ec2.get_instance_type(instance_type=name))
+    if isinstance(found, Exception):
+        if "InvalidInstanceType" not in str(found):
+            raise found
+        raise BadInput(f"{PROJECT}:{part}.instanceType = {name!r}: EC2 has no such type in {region}; correct it or choose another aws:region") from found
     nvidia = [gpu for gpu in found.gpuses or [] if gpu.manufacturer == "NVIDIA"]
     return Instance(
         name=name,
@@ -199,11 +218,11 @@ def _quota(stack: Stack) -> float | None:
     code = quota_code(stack)
     if code is None:
         return None
-    try:
-        return float(aws.servicequotas.get_service_quota(service_code="ec2", quota_code=code).value)
-    except Exception as error:  # the SDK raises nothing narrower; whoever may not ask may still build
-        pulumi.log.warn(f"the vCPU quota {code} could not be read, so it is not checked: {error}")
+    found = _attempt(lambda: aws.servicequotas.get_service_quota(service_code="ec2", quota_code=code))
+    if isinstance(found, Exception):  # whoever may not ask may still build
+        pulumi.log.warn(f"the vCPU quota {code} could not be read, so it is not checked: {found}")
         return None
+    return float(found.value)
 
 
 def _efa_sizes(instance_type: str) -> tuple[str, ...]:
@@ -212,11 +231,9 @@ def _efa_sizes(instance_type: str) -> tuple[str, ...]:
         aws.ec2.GetInstanceTypesFilterArgs(name="instance-type", values=[f"{family}.*"]),
         aws.ec2.GetInstanceTypesFilterArgs(name="network-info.efa-supported", values=["true"]),
     ]
-    try:
-        return tuple(sorted(aws.ec2.get_instance_types(filters=filters).instance_types))
-    except Exception as error:  # only improves the wording of another error
-        pulumi.log.warn(f"the EFA types of the family {family} could not be listed: {error}")
-        return ()
+    found = _attempt(lambda: aws.ec2.get_instance_types(filters=filters))
+    # Only improves the wording of another error.
+    return () if isinstance(found, Exception) else tuple(sorted(found.instance_types))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pulumi
-from pulumi.runtime import rpc
+from google.protobuf import json_format
 from pulumi.runtime.mocks import MockCallArgs, MockMonitor, MockResourceArgs, Mocks, set_mocks
 from pulumi.runtime.settings import get_root_resource
 from pulumi.runtime.stack import run_pulumi_func
@@ -152,7 +152,7 @@ class Recorder(MockMonitor):
         urn = self.make_urn(request.parent, request.type, request.name)
         depends = set(request.dependencies) | {d for p in request.propertyDependencies.values() for d in p.urns}
         self.nodes[urn] = Node(
-            urn, request.type, request.name, request.parent, rpc.deserialize_properties(request.object), frozenset(depends), request, len(self.nodes)
+            urn, request.type, request.name, request.parent, json_format.MessageToDict(request.object), frozenset(depends), request, len(self.nodes)
         )
         if request.type == CLUSTER:
             return self._register_cluster(request, urn, frozenset(depends))
@@ -169,6 +169,8 @@ class Recorder(MockMonitor):
         }
         self.resources[child] = MockMonitor.ResourceRegistration(child, request.name, state)
         self.nodes[child] = Node(child, EKS, f"{request.name}-eksCluster", urn, state, depends, None, len(self.nodes))
+        # A resource among the inputs would be read back on a thread with an event loop of its own.
+        del request.object["serviceRole"]
         response = super().RegisterResource(request)
         reference = {**RESOURCE_REFERENCE, "urn": child, "id": request.name}
         response.object.update({"eksCluster": reference})
