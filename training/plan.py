@@ -126,7 +126,9 @@ def machine(gpu: str, **given: float) -> Machine:
     values = {**known, **given}
     missing = [f.name for f in dataclasses.fields(Machine) if f.name not in values and f.default is dataclasses.MISSING]
     if missing:
-        raise BadInput(f"GPU {gpu!r} is not in the plan's table ({', '.join(KNOWN_GPUS)}); give {', '.join(missing)} as well")
+        raise BadInput(
+            f"GPU {gpu!r} is not in the plan's table ({', '.join(KNOWN_GPUS)}); give {', '.join('--' + name.replace('_', '-') for name in missing)} as well"
+        )
     return schema.parse(Machine, {schema.file_key(key): value for key, value in values.items()}, where="machine")
 
 

@@ -316,7 +316,7 @@ def test_machines_by_the_name_pytorch_gives_by_a_short_one_and_by_values():
     assert machine("l40s").memory_gib > machine("l4").memory_gib
     assert machine("a100").memory_gib < 40, "an ambiguous name is read as the smaller GPU"
     assert machine("l4", nic_gbps=10).nic_gbps == 10
-    with pytest.raises(BadInput, match=r"'Tesla T4' is not in the plan's table .*give peak_tflops, effective_tflops"):
+    with pytest.raises(BadInput, match=r"'Tesla T4' is not in the plan's table .*give --peak-tflops, --effective-tflops"):
         machine("Tesla T4")
     t4 = machine("Tesla T4", peak_tflops=65, effective_tflops=28, memory_gib=14.6, memory_gbs=320, intra_host_gbs=8, nic_gbps=50)
     assert t4.gpu == "Tesla T4"

@@ -22,6 +22,7 @@ from training.record import StepMetrics
 from training.storage import place
 
 HERE = os.path.dirname(__file__)
+ROOT = os.path.dirname(os.path.dirname(HERE))
 IDENTITY = {"steps": 10, "model": {"random": "tiny"}, "dataHash": "abc"}
 
 
@@ -127,7 +128,7 @@ def test_a_writer_killed_in_the_middle_of_a_line_loses_that_line_only(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), HERE], check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), HERE], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
     where = place(str(tmp_path)) / "r"
     assert [line["step"] for line in record.read_run(where)[1]] == [1, 2]
@@ -231,7 +232,7 @@ def test_a_disk_that_takes_no_more_is_a_sentence_with_exit_code_three_and_leaves
             sys.exit(error.exit_code)
         """
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), HERE], check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), HERE], cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "the run's record can't be written" in done.stdout
     assert record.read_run(place(str(tmp_path)) / "r")[1][0]["step"] == 1
@@ -259,7 +260,7 @@ def test_the_code_hash_follows_content_and_name_of_the_sources(tmp_path):
 
 def test_reading_a_record_needs_neither_torch_nor_ray():
     code = "import sys, training.record; print([m for m in ('torch', 'ray') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
