@@ -15,6 +15,7 @@ import jinja2
 
 from training.errors import BadInput
 from training.record import read_run
+from training.schema import file_key
 from training.storage import Place, place
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def render(run: Run, metrics: Lines, verdict: Mapping[str, Any] | None = None, s
         traffic=[_traffic(host) for host in (verdict or {}).get("hosts") or []],
         cost=_rows(run["cost"] if isinstance(run.get("cost"), Mapping) else {"total": run["cost"]} if run.get("cost") is not None else {}),
         samples=samples or [],
-        plan=_rows(run.get("plan") or {}),
+        plan=_rows({file_key(key): value for key, value in (run.get("plan") or {}).items()}),
         settings=_rows(run.get("settings") or {}),
         versions=_rows({**(run.get("versions") or {}), "image": run.get("imageDigest"), "code": (run.get("codeHash") or "")[:12] or None}),
     )
@@ -272,7 +273,7 @@ def _resumes(axes: Axes, run: Run, labelled: bool = True) -> None:
 def _step_axis(axes: Axes, lines: Lines) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("step")
     last = max(line["step"] for line in lines)
