@@ -96,7 +96,7 @@ def cut(rows: npt.NDArray[np.int64], eos: int, document_mask: bool) -> tuple[npt
 class ShardWriter:
     """Writes one split's stream into ``<split>-00000.bin``, ``-00001.bin``, ... of at most ``shard_tokens`` tokens each.
 
-    Memory does not grow with the stream. A full disk raises TrainingFailed; any other OSError is passed on.
+    Memory does not grow with the stream. A full disk, or any other failure to write, raises TrainingFailed.
     """
 
     def __init__(self, folder: Place, split: str, dtype: str, shard_tokens: int, sequence_length: int) -> None:
@@ -150,12 +150,13 @@ class ShardWriter:
         self._shards.append(Shard(self._name(), self._in_file, self._file_hash.hexdigest()))
         self._file = None
 
-    def _told(self, error: OSError) -> OSError | TrainingFailed:
-        if error.errno not in NO_ROOM:
-            return error
+    def _told(self, error: OSError) -> TrainingFailed:
+        reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
+        what = "no room to write on" if error.errno in NO_ROOM else "can't be written"
+        way_out = "free some space or give another output" if error.errno in NO_ROOM else "mend that or give another output"
         return TrainingFailed(
-            f"{self._folder / self._name()}: no room to write on ({os.strerror(error.errno)}) after {self.tokens:,} tokens of the {self._split} split;"
-            " free some space or give another output, then start again (nothing of this attempt is kept)"
+            f"{self._folder / self._name()}: {what} ({reason}) after {self.tokens:,} tokens of the {self._split} split;"
+            f" {way_out}, then start again (nothing of this attempt counts)"
         )
 
     def finish(self) -> Split:

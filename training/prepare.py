@@ -104,7 +104,8 @@ def prepare(settings: PrepareSettings, say: Callable[[str], None] = print) -> Ma
         except BaseException:
             # Best effort, so that a full disk gets its room back; what is left has no manifest and the next start replaces it.
             with contextlib.suppress(OSError):
-                _remove_leftovers(output)
+                if not (output / data.MANIFEST).exists():
+                    _remove_leftovers(output)
             raise
 
 
@@ -119,6 +120,8 @@ def _written(
 ) -> Manifest:
     assert how is not None
     groups = sources.plan(files)
+    if not groups:
+        raise _no_document(settings)
     if isinstance(how, int):
         how = _trained(how, groups, settings, say)
     vocabulary = tokenizer.vocabulary(how)
@@ -140,8 +143,6 @@ def _written(
                 documents[row["source"]] += row["documents"]
                 progress.more(row["bytes"], f"{sum(writer.tokens for writer in writers.values()):,} tokens")
         splits = {split: writer.finish() for split, writer in writers.items()}
-    except OSError as error:
-        raise _write_error(settings, error) from error
     finally:
         for writer in writers.values():
             writer.abandon()
@@ -187,10 +188,15 @@ def _identity(files: Sequence[sources.File], source: int) -> str:
     return hashlib.sha256("\n".join(contents).encode()).hexdigest()
 
 
+def _no_document(settings: PrepareSettings) -> BadInput:
+    shown = ", ".join(map(sources.redacted, settings.sources))
+    return BadInput(f"sources: no document in {shown}: there is no row, or every text is empty; check the files and textColumn")
+
+
 def _enough(settings: PrepareSettings, splits: Mapping[str, Split]) -> None:
     documents = sum(split.documents for split in splits.values())
     if documents == 0:
-        raise BadInput(f"sources: no document in them: every text in {', '.join(map(sources.redacted, settings.sources))} is empty; check textColumn")
+        raise _no_document(settings)
     needed = settings.sequence_length + 1
     train, held_out = splits["train"], splits["eval"]
     if train.rows == 0:

@@ -297,9 +297,10 @@ def test_without_an_eval_split_every_document_is_trained_on(folder, tmp_path, te
     assert documents_in(open_data(str(tmp_path / "out")), "train") == texts
 
 
-def test_rows_without_any_text_are_told(tmp_path, saved_tokenizer):
-    pq.write_table(pa.table({"text": pa.array(["", None], pa.string())}), tmp_path / "a.parquet")
-    assert "no document in them" in refusal(asked(tmp_path / "a.parquet", tmp_path / "out", saved_tokenizer))
+@pytest.mark.parametrize("rows", [["", None], []])
+def test_rows_without_any_text_are_told(rows, tmp_path, saved_tokenizer):
+    pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / "a.parquet")
+    assert f"no document in {tmp_path}/a.parquet" in refusal(asked(tmp_path / "a.parquet", tmp_path / "out", saved_tokenizer))
 
 
 def test_a_bad_line_found_by_a_task_is_told_by_its_number(tmp_path, saved_tokenizer):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import training
+from training.errors import TrainingFailed
 from training.packing import IGNORED, ShardWriter, cut, dropped_from, joined, rows_in, token_dtype
 from training.storage import place
 
@@ -126,5 +127,5 @@ def test_no_room_for_a_shard_is_one_sentence_and_exit_3(tmp_path):
 
 def test_an_error_that_is_no_full_disk_is_not_called_one(tmp_path):
     writer = ShardWriter(place(str(tmp_path / "missing")), "train", "uint16", 100, 8)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(TrainingFailed, match=r"missing/train-00000.bin: can't be written \(No such file or directory\)"):
         writer.write(np.ones(4, dtype=np.uint16), documents=1)
