@@ -37,7 +37,8 @@ class Infrastructure:
 def build(stack: Stack, project: str, stack_name: str, now: datetime.datetime, allowed_accounts: Sequence[str] = ()) -> Infrastructure:
     """Registers everything that AWS bills. Raises BadInput, before the first resource, for what this account can't do or the budget forbids."""
     known = facts.lookup(stack)
-    bill = prices.hourly(stack, known.region, prices.table())
+    table = prices.table()
+    bill = prices.hourly(stack, known.region, table)
     name = naming.prefix(project, stack_name)
     over = prices.over_budget(stack, bill)
     found = [*facts.problems(stack, known, allowed_accounts), *([over] if over else [])]
@@ -58,6 +59,7 @@ def build(stack: Stack, project: str, stack_name: str, now: datetime.datetime, a
             vpc_id=network.vpc.id,
             subnet_id=network.nodes.id,
             subnet_cidr=network.nodes.cidr_block.apply(str),
+            gb_month_usd=table["monthly"]["s3StandardGb"],
             tags=tags,
         ),
     )

@@ -16,9 +16,8 @@ from infra.naming import Tags, named
 
 # Lustre's own ports: https://docs.aws.amazon.com/fsx/latest/LustreGuide/limit-access-security-groups.html
 LUSTRE_PORTS = ((988, 988), (1018, 1023))
-# S3 Standard, us-east-1 and us-west-2: what checkpoints that stay cost.
 AFTER_DESTROY = {
-    "keep": "stays with everything in it and is billed by S3 per GB-month; delete it with: aws s3 rb --force s3://{bucket}",
+    "keep": "stays with everything in it, at about ${price:g} per GB-month; delete it with: aws s3 rb --force s3://{bucket}",
     "delete": "is emptied and deleted with the stack",
     "protect": "refuses the destroy of the stack; set storage.onDestroy to keep or delete and `pulumi up` first",
     "existing": "is not this stack's and stays untouched",
@@ -43,6 +42,7 @@ class StorageArgs:
     vpc_id: pulumi.Input[str]
     subnet_id: pulumi.Input[str]
     subnet_cidr: pulumi.Input[str]
+    gb_month_usd: float  # S3 Standard, for the sentence on what stays
     tags: Tags
 
 
@@ -60,7 +60,7 @@ class Storage(pulumi.ComponentResource):
             made = self._make_bucket(name, args)
             self.bucket, self.bucket_arn = made.bucket, made.arn
         fate = AFTER_DESTROY["existing" if settings.bucket else settings.on_destroy]
-        self.after_destroy = self.bucket.apply(lambda bucket: f"{bucket} " + fate.format(bucket=bucket))
+        self.after_destroy = self.bucket.apply(lambda bucket: f"{bucket} " + fate.format(bucket=bucket, price=args.gb_month_usd))
         self.uri = self.bucket.apply(lambda bucket: f"s3://{bucket}/{settings.prefix}")
         self.fsx = self._make_fsx(name, args, settings.fsx) if settings.fsx else None
         self.register_outputs({"bucket": self.bucket})

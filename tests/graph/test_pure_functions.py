@@ -288,7 +288,7 @@ def test_a_price_that_is_not_known_is_never_guessed():
 def test_every_price_has_a_source_and_a_date():
     table = prices.table()
     datetime.date.fromisoformat(table["asOf"])
-    assert {"instances", *table["hourly"]} <= set(table["sources"])
+    assert {"instances", *table["hourly"], *table["monthly"]} == set(table["sources"])
     assert all(price > 0 for price in table["instances"].values())
 
 

@@ -1,0 +1,233 @@
+"""`up`, `up` again, changes, `destroy`: the whole round in a simulated account, and the same with the worst timing AWS may have."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from conftest import LAB, Account
+
+pytestmark = pytest.mark.aws_sim
+
+STRESS = LAB / "aws_sim" / "stress.yaml"
+NODE_GROUP = "aws:eks/nodeGroup:NodeGroup"
+# What the default stack's critical path can't go below, in simulated seconds: control plane 540, GPU node group 240.
+BOUND = 540 + 240
+
+
+@dataclasses.dataclass
+class Round:
+    """What each step of the round said."""
+
+    up: str
+    report_up: dict[str, Any]
+    again: str
+    more_nodes: str
+    other_type: str
+    audit: str
+    drift: str
+    refreshed: str
+    destroy: str
+    report: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def round_trip(new_account: Callable[..., Account]) -> Round:
+    account = new_account()
+    up = account.up()
+    report_up = account.report()
+    again = account.up()
+    account.configure({"gpu": {"nodes": 4}})
+    more_nodes = account.pulumi("preview", "--diff")
+    account.configure({"gpu": {"nodes": 2, "instanceType": "g6.24xlarge"}, "budget": {"maxHourlyUsd": 50}})
+    other_type = account.pulumi("preview")
+    account.configure({"gpu": {"instanceType": "g6.12xlarge"}})
+    audit = account.audit()
+    # Someone removed the S3 endpoint by hand.
+    account.sim("forget", endpoint(account))
+    drift = account.pulumi("refresh", "--yes")
+    refreshed = account.up()
+    account.sim("put-object", bucket(account), "runs/demo/checkpoint")
+    destroy = account.destroy()
+    return Round(up, report_up, again, more_nodes, other_type, audit, drift, refreshed, destroy, account.report())
+
+
+def listed(account: Account, token: str) -> list[dict[str, Any]]:
+    return [left for left in account.report()["leftovers"] if left["token"] == token]
+
+
+def endpoint(account: Account) -> str:
+    return str(listed(account, "aws:ec2/vpcEndpoint:VpcEndpoint")[0]["id"])
+
+
+def bucket(account: Account) -> str:
+    return str(listed(account, "aws:s3/bucket:Bucket")[0]["id"])
+
+
+def test_up_creates_everything_in_one_go(round_trip: Round) -> None:
+    assert re.search(r"^ +\+ \d+ created", round_trip.up, re.M), round_trip.up
+    assert "errored" not in round_trip.up
+
+
+def test_up_tells_account_zone_pins_cost_and_stop_time(round_trip: Round) -> None:
+    for text in ("account 123456789012, region us-west-2, nodes in us-west-2a", "not pinned:", "costPerHour", "stopsAt", "kubeconfigCommand"):
+        assert text in round_trip.up
+
+
+def test_a_second_up_changes_nothing(round_trip: Round) -> None:
+    assert re.search(r"^ +\d+ unchanged", round_trip.again, re.M)
+    assert not re.search(r"^ +[+~-].* (created|updated|deleted|replaced)", round_trip.again, re.M), round_trip.again
+
+
+def test_more_nodes_are_an_update_and_never_a_replacement(round_trip: Round) -> None:
+    assert re.search(r"^ +~ 1 to update", round_trip.more_nodes, re.M), round_trip.more_nodes
+    assert "to replace" not in round_trip.more_nodes
+
+
+def test_another_instance_type_replaces_the_gpu_group_and_nothing_else(round_trip: Round) -> None:
+    assert re.search(r"^ +\+-1 to replace", round_trip.other_type, re.M), round_trip.other_type
+    replaced = [line for line in round_trip.other_type.splitlines() if re.search(r"\breplace\b", line) and "aws:" in line]
+    assert all("aws:eks:NodeGroup" in line and "-gpu" in line for line in replaced)
+    assert replaced
+
+
+def test_no_dependency_is_missing(round_trip: Round) -> None:
+    assert "missing dependencies: 0" in round_trip.audit, round_trip.audit
+
+
+def test_a_change_from_outside_is_seen_and_repaired(round_trip: Round) -> None:
+    assert "VpcEndpoint" in round_trip.drift
+    assert re.search(r"^ +- 1 deleted", round_trip.drift, re.M), round_trip.drift
+    assert re.search(r"^ +\+ 1 created", round_trip.refreshed, re.M), round_trip.refreshed
+
+
+def test_destroy_leaves_nothing_and_aws_complains_of_nothing(round_trip: Round) -> None:
+    assert round_trip.report["leftovers"] == []
+    assert round_trip.report["findings"] == []
+    assert round_trip.report["usd_per_hour_now"] == 0
+    assert round_trip.report["unknown_tokens"].keys() <= {"aws:scheduler/schedule:Schedule"}, "the simulator has no rule for schedules"
+
+
+def test_up_takes_hardly_longer_than_control_plane_and_gpu_nodes(round_trip: Round) -> None:
+    run = round_trip.report_up["runs"][-1]
+    assert run["seconds"] <= BOUND * 1.1
+    path = [step["token"].split(":")[-1] for step in run["critical_path"]]
+    assert [kind for kind in path if kind in ("Vpc", "Subnet", "Cluster", "NodeGroup")] == ["Vpc", "Subnet", "Cluster", "NodeGroup"], path
+    between = path[path.index("Cluster") + 1 : path.index("NodeGroup")]
+    assert set(between) <= {"Addon"}, "nodes need the add-ons, and nothing else of ours"
+
+
+def test_both_node_groups_are_deleted_at_the_same_time(round_trip: Round) -> None:
+    deleted = {step["name"]: step for step in round_trip.report["runs"][-1]["timeline"] if step["token"] == NODE_GROUP and step["op"] == "delete"}
+    starts = {step["start"] for step in deleted.values()}
+    assert len(deleted) == 2
+    assert len(starts) == 1, "one after the other takes three and a half minutes more"
+
+
+QUOTAS = {name: {"code": code, "value": 10_000} for name, code in {"g": "L-DB2E81BA", "p": "L-417A185B", "g-spot": "L-3819A6DF"}.items()}
+RESERVATION = {"id": "cr-0123456789abcdef0"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gpu": {"minNodes": 0, "maxNodes": 2}, "budget": {"idleStopMinutes": 10, "stopAfter": "8h"}},
+        {"gpu": {"capacity": {"kind": "spot"}}},
+        {"gpu": {"instanceType": "p5.48xlarge", "nodes": 4, "capacity": {"kind": "reservation", **RESERVATION}}, "network": {"zone": "us-west-2b"}},
+        {"gpu": {"instanceType": "p4d.24xlarge", "capacity": {"kind": "capacity-block", **RESERVATION}}, "network": {"zone": "us-west-2b"}},
+        {"gpu": {"instanceType": "g6e.48xlarge"}, "storage": {"fsx": {"capacityGiB": 1200}}},
+    ],
+    ids=["autoscaled", "spot", "p5-reservation", "p4d-block", "g6e-fsx"],
+)
+def test_every_kind_of_stack_survives_the_worst_legal_timing(new_account: Callable[..., Account], settings: dict[str, Any]) -> None:
+    account = new_account({**settings, "storage": {"onDestroy": "delete", **settings.get("storage", {})}})
+    slow = yaml.safe_load(STRESS.read_text()) | {"quotas": QUOTAS}
+    up = account.up(simulation=slow)
+    assert re.search(r"^ +\+ \d+ created", up, re.M), up
+    assert "missing dependencies: 0" in account.audit()
+    assert re.search(r"^ +\d+ unchanged", account.up(simulation=slow), re.M)
+    account.destroy(simulation=slow)
+    report = account.report()
+    assert report["leftovers"] == []
+    assert report["findings"] == []
+
+
+def test_the_default_stack_survives_the_worst_legal_timing(new_account: Callable[..., Account]) -> None:
+    account = new_account()
+    assert re.search(r"^ +\+ \d+ created", account.up(simulation=STRESS), re.M)
+    account.destroy(simulation=STRESS)
+    report = account.report()
+    assert (report["leftovers"], report["findings"]) == ([], [])
+
+
+def test_an_interrupted_up_goes_on_where_it_stopped(new_account: Callable[..., Account]) -> None:
+    account = new_account()
+    command = account.command("up", "--yes", "--skip-preview")
+    process = subprocess.Popen(
+        command, cwd=account.project, env=account.environment(None, time_scale=0.02), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if re.search(r"aws:eks:Cluster .*creating", line):
+            process.send_signal(signal.SIGINT)
+            break
+    seen += process.stdout.readlines()
+    assert process.wait() != 0, "it was told to stop:\n" + "".join(seen)
+    up = account.up()
+    assert re.search(r"^ +\+ \d+ created", up, re.M), up
+    assert "missing dependencies: 0" in account.audit()
+    account.destroy()
+    report = account.report()
+    assert (report["leftovers"], report["findings"]) == ([], [])
+
+
+@pytest.mark.parametrize("at", ["start", "end"])
+def test_missing_capacity_is_explained_and_the_next_up_goes_on(new_account: Callable[..., Account], at: str) -> None:
+    account = new_account()
+    fault = {"token": NODE_GROUP, "name": "gpu", "op": "create", "error": "InsufficientInstanceCapacity", "times": 1, "at": at}
+    failed = account.up(simulation={"faults": [fault]}, code=None)
+    assert "EC2 has no capacity for 2 x g6.12xlarge in us-west-2a" in failed, failed
+    assert "network.zone" in failed
+    assert "gpu.placementGroup: false" in failed
+    urn = re.search(r"pulumi up --replace '(urn:[^']+)'", failed)
+    assert urn, failed
+    again = account.pulumi("up", "--yes", "--skip-preview", *(["--replace", urn[1]] if at == "end" else []))
+    assert "errored" not in again
+    assert re.search(r"^ +\d+ unchanged", account.up(), re.M)
+    account.destroy()
+    report = account.report()
+    assert (report["leftovers"], report["findings"]) == ([], [])
+
+
+def test_two_stacks_live_side_by_side(new_account: Callable[..., Account]) -> None:
+    one = new_account()
+    two = dataclasses.replace(one, stack="two")
+    two.write({"storage": {"onDestroy": "delete"}, "owner": "someone else"})
+    two.init()
+    one.up()
+    two.up()
+    two.destroy()
+    assert re.search(r"^ +\d+ unchanged", one.up(), re.M), "destroying one touches nothing of the other"
+    one.destroy()
+    report = one.report()
+    assert (report["leftovers"], report["findings"]) == ([], [])
+
+
+def test_a_kept_bucket_stays_with_its_checkpoints(new_account: Callable[..., Account]) -> None:
+    account = new_account({"storage": {"onDestroy": "keep"}})
+    up = account.up()
+    assert "stays with everything in it" in up
+    name = bucket(account)
+    account.sim("put-object", name, "runs/demo/checkpoint")
+    account.destroy()
+    left = {left["token"] for left in account.report()["leftovers"]}
+    assert left, "the bucket is there"
+    assert all(token.startswith("aws:s3/") for token in left), left
