@@ -103,7 +103,7 @@ _GPUS: Mapping[str, Mapping[str, float]] = {
 
 KNOWN_GPUS = tuple(_GPUS)
 
-# One worker process on a CPU; only the peak-free parts of the model are of use there.
+# Nothing is planned for CPUs, so these speeds decide nothing; the bytes of a float32 weight are what counts.
 CPU = Machine(
     gpu="cpu", peak_tflops=0.1, effective_tflops=0.05, memory_gib=4, memory_gbs=10, intra_host_gbs=1, nic_gbps=10, compute_bytes=4, overhead_gib=0
 )  # fmt: skip
@@ -274,18 +274,18 @@ def _saved_elements(shape: ModelShape, activation_checkpointing: str) -> int:
 
 def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, micro_steps: int, loss_chunk: int) -> Memory:
     m, total, block = cluster.machine, shape.parameters, shape.block_parameters
-    embedding = total - shape.layers * block
+    root = total - shape.layers * block
     shards = _shards(cluster, choice)
     reduce_bytes = REDUCE_BYTES[choice.reduce_dtype]
-    # Resharded, the block at work and the next one are whole; the root (embedding, head) is counted as whole throughout.
-    weights = m.compute_bytes * (min(total, embedding + 2 * block) if choice.reshard else total)
+    # Resharded, the block at work and the next one are whole; the root (embedding, head, last norm) is counted as whole throughout.
+    weights = m.compute_bytes * (min(total, root + 2 * block) if choice.reshard else total)
     if choice.parallel == "hsdp" and cluster.hosts > 1 and micro_steps > 1:
         weights += reduce_bytes * total // shards
     activations = tokens * shape.layers * _saved_elements(shape, choice.activation_checkpointing) * m.compute_bytes
     if choice.activation_checkpointing != "none":
         activations += tokens * _saved_elements(shape, "none") * m.compute_bytes  # the block being recomputed
     loss = min(loss_chunk, tokens) * shape.vocab * m.logit_bytes + shape.embedding_parameters * m.compute_bytes
-    gradients = (m.compute_bytes + reduce_bytes) * max(2 * block, embedding)
+    gradients = (m.compute_bytes + reduce_bytes) * max(2 * block, root)
     return Memory(
         states=m.state_bytes * total / shards / GIB,
         weights=weights / GIB,
@@ -349,7 +349,7 @@ def _times(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mic
     waiting = gathering_forwards * max(0.0, all_gather - forward)
     beside = (all_gather if choice.reshard else 0.0) + reduce_scatter
     waiting += (micro_steps - 1) * max(0.0, beside - backward) + max(0.0, beside + all_reduce - backward)
-    root = shape.embedding_parameters / shape.parameters
+    root = 1 - shape.layers * shape.block_parameters / shape.parameters
     serial = _gathers(choice, micro_steps) * all_gather + micro_steps * reduce_scatter + all_reduce
     return _Times(
         compute=micro_steps * (forward + backward),
@@ -365,8 +365,9 @@ def _times(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mic
 def estimate(shape: ModelShape, cluster: Cluster, choice: Choice, tokens_per_step: int, sequence_length: int, loss_chunk: int = DEFAULT_LOSS_CHUNK) -> Estimate:
     """Time, memory and traffic of one optimizer step of ``tokens_per_step`` tokens in rows of ``sequence_length``.
 
-    Per micro-step: max(forward, all-gather) + max(backward, all-gather if resharded + reduce-scatter + all-reduce if hsdp's last). On top, once:
-    the embedding's part of the first all-gather and of the last reduction, beside which nothing can run, and AdamW at memory speed.
+    Per micro-step: max(forward, all-gather) + max(backward, all-gather if resharded + reduce-scatter + all-reduce if hsdp's last), forward and
+    backward being no shorter than the host takes to launch them. On top, once: the root's (embedding, head) part of the first all-gather and of
+    the last reduction, beside which nothing can run, and AdamW at memory speed.
     """
     m = cluster.machine
     micro_steps = accumulation(cluster, tokens_per_step, sequence_length, choice.micro_batch)
