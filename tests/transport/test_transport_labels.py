@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,11 @@ def forged() -> list[str]:
     return [*said, *(f"NCCL INFO {x}" for x in said), *(f"(RayTrainWorker pid=9, ip=10.77.4.9) {x}" for x in said), *quoted]
 
 
+def bus_ids(lines: list[str]) -> list[str]:
+    """Channel ends with bus ids in place of device numbers, as old versions print them."""
+    return [re.sub(r"(\d+)\[(\d)\]", r"\1[\g<2>b0]", line.split(" INFO ")[1]).join((line.split(" INFO ")[0] + " INFO ", "")) for line in lines]
+
+
 LABELLED = {
     "efa: whole job, NCCL 2.29": ("efa", lines_of(run())),
     "efa: NCCL 2.18 and plugin 1.9": ("efa", lines_of(run(network="AWS Libfabric", fabric=None, nccl="2.18"))),
@@ -110,6 +116,17 @@ LABELLED = {
     "unknown: the tail of a log": ("unknown", [x for x in lines_of(run()) if "Channel" in x]),
     "unknown: one host of two": ("unknown", lines_of(run()[:4])),
     "unknown: two hosts of three": ("unknown", lines_of(run((A, B, "cedar-gpu-0"), 4)[:8])),
+    "unknown: the first and the last host of three": ("unknown", lines_of([r for r in run((A, B, "c"), 4) if r.host != B])),
+    "unknown: one rank of two hosts of three, with bus ids": ("unknown", bus_ids(lines_of([r for r in run((A, B, "c"), 3) if r.rank in (0, 6)]))),
+    "efa: one rank of each host, with bus ids": ("efa", bus_ids(lines_of([r for r in run() if r.rank in (0, 4)]))),
+    "efa: the rank with the channel has no start-up lines left": (
+        "efa",
+        lines_of(without([r for r in run() if r.rank in (0, 5, 7)], "Init", "Using", "Selected", who=7)),
+    ),
+    "unknown: a channel on a host where nobody names a provider": (
+        "unknown",
+        lines_of(without([r for r in run() if r.rank in (0, 7)], "Init", "Using", "Selected", who=7)),
+    ),
     "unknown: one rank's file": ("unknown", lines_of(run()[:1])),
     "unknown: no channel on one host": ("unknown", lines_of(run()[:4] + without(run(), "NET/Libfabric/")[4:])),
     "unknown: folded by Ray": ("unknown", [x + FOLDED if ":707:" in x else x for x in ray(run()) if ":700:" in x or ":707:" in x]),

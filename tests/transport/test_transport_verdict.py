@@ -133,6 +133,21 @@ def test_libfabrics_tcp_provider_fails_although_nccl_names_the_plugin() -> None:
     assert "FI_PROVIDER=efa" in verdict.reasons[0].do
 
 
+def test_another_fabric_fails_and_is_told_the_name_to_pin() -> None:
+    verdict = verdict_on(run(network="IB", suffix="/GDRDMA"))
+    assert (verdict.outcome, rules(verdict)) == ("fail", {"network"})
+    assert "AWS Libfabric" in verdict.reasons[0].do
+
+
+def test_more_processes_than_ranks_are_not_one_run() -> None:
+    assert rules(verdict_on(run(), Expectation("efa", hosts=2, ranks=4))) == {"one-run"}
+
+
+def test_two_jobs_of_four_ranks_are_not_one_of_eight() -> None:
+    jobs = run(per_host=2) + run(per_host=2, comm_id="0x2", first_pid=900)
+    assert rules(verdict_on(jobs, Expectation("efa", hosts=2, ranks=8))) == {"one-run"}
+
+
 def test_fewer_nics_than_the_pod_asked_for_fail() -> None:
     verdict = verdict_on(run(nics=1), Expectation("efa", 2, 8, nics_per_host=4))
     assert (verdict.outcome, rules(verdict)) == ("fail", {"nics"})

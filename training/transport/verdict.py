@@ -223,9 +223,10 @@ def _votes(rank: RankEvidence) -> set[str]:
 
 
 def _hosts_without_channel(ranks: Sequence[RankEvidence], transport: str) -> list[str]:
-    """Hosts without a NET channel set up by a rank whose every network is ``transport``."""
-    having = {r.host for r in ranks if r.backend == "gloo" or (_votes(r) == {transport} and any(link.transport == "NET" for link in r.links))}
-    return [host for host in _hosts(ranks) if host not in having]
+    """Hosts where no rank has proved that its networks are ``transport``, or none has a NET channel over them."""
+    proved = {r.host for r in ranks if _votes(r) == {transport}}
+    having = {r.host for r in ranks if r.backend == "gloo" or (_votes(r) <= {transport, "unproven"} and any(link.transport == "NET" for link in r.links))}
+    return [host for host in _hosts(ranks) if host not in proved & having]
 
 
 def _world(ranks: Iterable[RankEvidence]) -> int | None:
@@ -391,7 +392,7 @@ def _channels(ranks: Sequence[RankEvidence], expectation: Expectation, observed:
         return []
     name = "NET/Socket" if expectation.transport == "tcp" else "NET/Libfabric"
     do = "judge after the first collective between hosts; if the run hangs here, check the security group's rules to itself"
-    return [Reason("channel", _list("host", without), f"no channel via {name} set up by a rank that has proved its network", do, against=False)]
+    return [Reason("channel", _list("host", without), f"no channel via {name} on a host whose network is proved", do, against=False)]
 
 
 def _host_count(ranks: Sequence[RankEvidence], expectation: Expectation, observed: str) -> list[Reason]:
