@@ -17,7 +17,7 @@ from typing import Any
 
 import versions
 from training import schema
-from training.errors import BadInput
+from training.errors import BadInput as BadInput
 from training.schema import setting
 from training.settings import Settings
 

@@ -10,7 +10,7 @@ from typing import Any
 import pulumi
 
 import prices
-from config import PROJECT, Stack
+from config import PROJECT, BadInput, Stack
 from infra import efa, facts, naming
 from infra.autostop import AutoStop, AutoStopArgs
 from infra.cluster import NODE_ADDONS, ControlPlane, ControlPlaneArgs
@@ -18,7 +18,6 @@ from infra.identity import Identity, IdentityArgs, NodeRole, NodeRoleArgs, autos
 from infra.network import Network, NetworkArgs
 from infra.node_groups import GpuNodes, GpuNodesArgs, SystemNodes, SystemNodesArgs, group_name
 from infra.storage import Storage, StorageArgs
-from training.errors import BadInput
 
 
 @dataclasses.dataclass(frozen=True)

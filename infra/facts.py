@@ -12,9 +12,8 @@ import pulumi_aws as aws
 from pulumi.runtime.settings import _get_rpc_manager
 
 import versions
-from config import PROJECT, Stack
+from config import PROJECT, BadInput, Stack
 from infra import efa
-from training.errors import BadInput
 
 # Zones that can't host a control plane, by zone id, for letters differ per account.
 # https://docs.aws.amazon.com/eks/latest/userguide/network-reqs.html

@@ -48,9 +48,9 @@ class Network(pulumi.ComponentResource):
         super().__init__("ray-train-efa:infra:Network", name, None, opts)
         child = ResourceOptions(parent=self)
         # AWS may add zones or the order of names may change: a zone chosen by the program is kept as it is in the state.
-        chosen = child if args.zone_is_fixed else ResourceOptions(parent=self, ignore_changes=["availabilityZone"])
-        # The second zone of the control plane is always the program's choice.
         always_chosen = ResourceOptions(parent=self, ignore_changes=["availabilityZone"])
+        # A subnet can't move, and its successor has the same addresses: the old one must go first.
+        chosen = ResourceOptions(parent=self, delete_before_replace=True) if args.zone_is_fixed else always_chosen
         plan = subnets(args.cidr)
 
         self.vpc = aws.ec2.Vpc(

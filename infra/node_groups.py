@@ -195,7 +195,7 @@ class SystemNodes(pulumi.ComponentResource):
             capacity_type="ON_DEMAND",
             instance_types=[system.instance_type],
             labels=labels("system", gpu=False),
-            scaling_config=aws.eks.NodeGroupScalingConfigArgs(min_size=system.nodes, desired_size=system.nodes, max_size=system.nodes + 1),
+            scaling_config=aws.eks.NodeGroupScalingConfigArgs(min_size=system.nodes, desired_size=system.nodes, max_size=system.nodes),
             update_config=aws.eks.NodeGroupUpdateConfigArgs(max_unavailable=1),
             node_repair_config=aws.eks.NodeGroupNodeRepairConfigArgs(enabled=True),
             launch_template=aws.eks.NodeGroupLaunchTemplateArgs(id=template.id, version=template.latest_version.apply(lambda v: str(int(v)))),

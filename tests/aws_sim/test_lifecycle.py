@@ -207,6 +207,20 @@ def test_missing_capacity_is_explained_and_the_next_up_goes_on(new_account: Call
     assert (report["leftovers"], report["findings"]) == ([], [])
 
 
+def test_another_zone_moves_the_nodes_and_keeps_the_control_plane(new_account: Callable[..., Account]) -> None:
+    account = new_account()
+    account.up()
+    account.configure({"network": {"zone": "us-west-2b"}})
+    moved = account.up()
+    assert "errored" not in moved
+    assert not re.search(r"aws:eks:Cluster .*replac", moved), moved
+    subnets = {left["name"]: left for left in listed(account, "aws:ec2/subnet:Subnet")}
+    assert len(subnets) == 4
+    account.destroy()
+    report = account.report()
+    assert (report["leftovers"], report["findings"]) == ([], [])
+
+
 def test_two_stacks_live_side_by_side(new_account: Callable[..., Account]) -> None:
     one = new_account()
     two = dataclasses.replace(one, stack="two")

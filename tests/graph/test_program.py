@@ -171,6 +171,7 @@ def test_a_zone_named_by_the_stack_can_be_changed_by_the_stack():
     nodes = graph.one(SUBNET, "nodes")
     assert nodes.inputs["availabilityZone"] == "us-west-2c"
     assert list(nodes.request.ignoreChanges) == []
+    assert nodes.request.deleteBeforeReplace, "its successor has the same addresses"
     assert graph.outputs["zone"] == "us-west-2c"
 
 
