@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,20 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     pipe = f"{sys.executable} -m training.transport judge '{folder}' --json | head -n 1"
     done = subprocess.run(["bash", "-c", pipe], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" not in done.stderr
+
+
+def test_the_command_and_the_gate_need_the_standard_library_alone() -> None:
+    code = "import training.transport.__main__, training.transport.gate"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_rule_is_explained_on_the_page_for_users() -> None:
+    page = (ROOT / "docs/gate.md").read_text()
+    source = (ROOT / "training/transport/verdict.py").read_text()
+    rules = set(re.findall(r'(?:Reason\(\s*|found\[)"([\w-]+)"', source)) | {f"preflight-{rule}" for rule in ("device", "provider", "memlock", "interface")}
+    assert len(rules) > 15, "the pattern no longer finds the rules"
+    assert not [rule for rule in sorted(rules - {"observed"}) if f"`{rule}`" not in page]
 
 
 MEASURED = """

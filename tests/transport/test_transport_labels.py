@@ -130,6 +130,10 @@ LABELLED = {
     "unknown: one rank's file": ("unknown", lines_of(run()[:1])),
     "unknown: no channel on one host": ("unknown", lines_of(run()[:4] + without(run(), "NET/Libfabric/")[4:])),
     "unknown: folded by Ray": ("unknown", [x + FOLDED if ":707:" in x else x for x in ray(run()) if ":700:" in x or ":707:" in x]),
+    "unknown: one process on InfiniBand among those on EFA": (
+        "unknown",
+        [*lines_of(run()), f"{A}:900:950 [0] NCCL INFO Channel 00/0 : 0[0] -> 4[0] [send] via NET/IB/0"],
+    ),
     "unknown: InfiniBand": ("unknown", lines_of(run(network="IB", suffix="/GDRDMA"))),
     "unknown: stopped, for the network was pinned": (
         "unknown",

@@ -35,7 +35,7 @@ _LINE = re.compile(
 # Finds candidate lines in a whole block at once, so that the rest of a log costs one substring search.
 _INTEREST = re.compile(
     rb"NCCL (?:WARN |INFO (?:Channel \d+(?:/\d+)? ?: ?\d+\[|Using network |NET/|Bootstrap|NCCL_|NCCL version |Connected |Assigned NET |Failed to "
-    rb"|Error: |comm 0x|\[Rank \d|nccl\w+ comm 0x|\w+ comm 0x))"
+    rb"|Error: |\[Rank \d|(?:\w+ )?comm 0x))"
 )
 _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? ?: ?(\d{1,9})\[([0-9a-f]+)\] -> (\d{1,9})\[([0-9a-f]+)\](?: \[(send|receive)\])? via (.+)", re.DOTALL)
 _NET = re.compile(r"NET/(.+?)/-?\d+(.*)", re.DOTALL)

@@ -23,7 +23,7 @@ def files_in(paths: Iterable[str]) -> tuple[list[str], list[str]]:
     found: dict[str, None] = {}
     for path in paths:
         if os.path.isdir(path):
-            for folder, below, names in os.walk(path):
+            for folder, below, names in os.walk(path, onerror=_unreadable):
                 below.sort()
                 found.update((os.path.join(folder, name), None) for name in sorted(names) if os.path.isfile(os.path.join(folder, name)))
         elif os.path.exists(path):
@@ -33,6 +33,11 @@ def files_in(paths: Iterable[str]) -> tuple[list[str], list[str]]:
     if not found:
         raise BadInput(f"{', '.join(paths)}: no file in there; give NCCL logs, or a folder that holds them")
     return _newest_attempts(found)
+
+
+def _unreadable(error: OSError) -> None:
+    # A folder that is passed over would be evidence that is missing without a word.
+    raise BadInput(f"{error.filename}: can't be read ({error.strerror}); give a folder that you may read") from error
 
 
 def _newest_attempts(paths: Collection[str]) -> tuple[list[str], list[str]]:
