@@ -21,9 +21,8 @@ PLAIN_HEADS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, training: bool) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        training = hidden.requires_grad or weight.requires_grad
         d_hidden = torch.empty_like(hidden) if training else None
         d_weight = torch.zeros_like(weight) if training else None
         for start in range(0, hidden.shape[0], chunk):
@@ -37,7 +36,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 continue
             d_logits = logits.sub_(log_norm).exp_()  # softmax
             d_logits.scatter_add_(1, target, torch.full_like(log_norm, -1.0))
-            d = (d_logits * valid).to(hidden.dtype)
+            d = d_logits.mul_(valid).to(hidden.dtype)
             torch.mm(d, weight, out=d_hidden[start : start + chunk])
             d_weight.addmm_(d.t(), h)
         if d_hidden is not None and d_weight is not None:
@@ -45,9 +44,9 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grads[0].to(d_hidden.dtype), d_weight * grads[0].to(d_weight.dtype), None, None
+        return d_hidden * grads[0].to(d_hidden.dtype), d_weight * grads[0].to(d_weight.dtype), None, None, None
 
 
 def chunked_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -55,7 +54,9 @@ def chunked_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor,
 
     hidden [T, d], weight [V, d] in one floating type; labels int64 [T], -100 is left out; ``chunk`` tokens at a time.
     """
-    return cast(Tensor, _ChunkedLinearCrossEntropy.apply(hidden, weight, labels, chunk))  # type: ignore[no-untyped-call]
+    # Asked here: inside an autograd function gradients are always off.
+    training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return cast(Tensor, _ChunkedLinearCrossEntropy.apply(hidden, weight, labels, chunk, training))  # type: ignore[no-untyped-call]
 
 
 def _token_loss(self: Any, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None, chunk: int) -> Tensor:

@@ -345,12 +345,12 @@ def _ray(say: Callable[[str], None]) -> Iterator[None]:
         else:
             say("starting Ray on this machine")
             ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises a bare Exception where its processes don't come up in 30 s
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else " ".join(str(error).split())[:300]
         if address:
             way_out = "check the address, or unset it to use this machine"
             raise TrainingFailed(f"the Ray cluster at RAY_ADDRESS={address} can't be reached ({reason}); {way_out}") from error
-        raise TrainingFailed(f"Ray can't start on this machine ({reason})") from error
+        raise TrainingFailed(f"Ray can't start on this machine ({reason}); start again when the machine is less busy") from error
     try:
         yield
     finally:

@@ -85,7 +85,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     """
     say = hooks.say if world.is_main else _silent
     job = world.together(lambda: check(settings))
-    choice = world.together(lambda: _choose(job, world))
+    choice = world.broadcast(world.on_main(lambda: _choose(job, world)))
+    assert choice is not None
     _share_storage(job, world)
 
     net = model.build_empty(job.config)
@@ -198,7 +199,8 @@ def _choose(job: Checked, world: World) -> plan.Choice:
     def fixed(value: str) -> str | None:
         return None if value == "auto" else value
 
-    cluster = plan.Cluster(len(world.hosts), world.local_size, plan.this_machine(world.device.type))
+    machine = plan.this_machine(world.device.type, compute_bytes=_compute_dtype(s, world).itemsize)
+    cluster = plan.Cluster(len(world.hosts), world.local_size, machine)
     wanted = plan.Fixed(
         parallel=fixed(s.parallel),
         reshard=None if s.reshard == "auto" else s.reshard == "yes",

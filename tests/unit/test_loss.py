@@ -47,6 +47,11 @@ def test_large_logits_do_not_overflow() -> None:
     assert value.item() == pytest.approx(8000.0)
 
 
-def test_no_gradient_is_computed_where_none_is_wanted() -> None:
-    value = chunked_linear_cross_entropy(torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2]), 2)
+def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a gradient was computed in an evaluation")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    with torch.no_grad():
+        value = chunked_linear_cross_entropy(torch.randn(3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 2]), 2)
     assert not value.requires_grad

@@ -1,0 +1,50 @@
+# make demo: train on this machine. make test: check everything. Both install what they need, into .venv and .venv-pulumi.
+PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo test test-training test-program clean
+
+# Two environments: torch's gigabytes have no place where `pulumi up` runs.
+T := .venv/bin/python
+P := .venv-pulumi/bin/python
+
+demo: .venv/demo-ready
+	@$(T) -m training.demo
+
+test: test-program test-training
+
+# The training package: style, types, and its tests with real processes.
+test-training: .venv/test-ready
+	$(T) -m ruff check .
+	$(T) -m ruff format --check .
+	$(T) -m mypy training
+	$(T) -m pytest tests/unit tests/transport tests/training
+
+# The Pulumi program: types, and what it would create.
+test-program: .venv-pulumi/test-ready
+	$(P) -m mypy config.py versions.py prices.py infra __main__.py
+	$(P) -m pytest tests/graph
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -m venv .venv
+
+.venv/demo-ready: training/requirements.txt training/constraints.txt | .venv/bin/python
+	@echo "Installing PyTorch, Ray and transformers into .venv: several GB, a few minutes the first time"
+	@$(T) -m pip install --quiet --disable-pip-version-check -r training/requirements.txt -c training/constraints.txt
+	@touch $@
+
+.venv/test-ready: training/requirements-test.txt training/requirements.txt requirements-dev.txt training/constraints.txt | .venv/bin/python
+	@echo "Installing PyTorch, Ray and transformers into .venv: several GB, a few minutes the first time"
+	@$(T) -m pip install --quiet --disable-pip-version-check -r training/requirements-test.txt -c training/constraints.txt
+	@touch $@
+
+.venv-pulumi/test-ready: requirements.txt requirements-dev.txt constraints.txt
+	@$(PYTHON) -m venv .venv-pulumi
+	@echo "Installing Pulumi's packages into .venv-pulumi"
+	@$(P) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt -c constraints.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-pulumi demo .mypy_cache .ruff_cache
