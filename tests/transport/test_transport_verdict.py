@@ -139,6 +139,13 @@ def test_another_fabric_fails_and_is_told_the_name_to_pin() -> None:
     assert "AWS Libfabric" in verdict.reasons[0].do
 
 
+def test_a_second_communicator_that_never_came_up_leaves_the_run_unproven() -> None:
+    hanging = "ncclCommInitRankConfig comm 0x99 rank 5 nranks 8 cudaDev 1 nvmlDev 1 busId 10 commId 0x51d07be2c4419aa3 - Init START"
+    verdict = verdict_on(plus(run(), 5, hanging))
+    assert (verdict.outcome, rules(verdict)) == ("unproven", {"start-up"})
+    assert verdict.reasons[0].where == f"rank 5 on {B}"
+
+
 def test_more_processes_than_ranks_are_not_one_run() -> None:
     assert rules(verdict_on(run(), Expectation("efa", hosts=2, ranks=4))) == {"one-run"}
 

@@ -42,7 +42,7 @@ _NET = re.compile(r"NET/(.+?)/-?\d+(.*)", re.DOTALL)
 _INIT = re.compile(r"(?:\[Rank \d+\] )?(?:\w+ )?comm (0x[0-9a-f]+) rank (\d{1,9}) nranks (\d{1,9}) (.*?)- ?Init (START|COMPLETE)\s*", re.DOTALL)
 _COMM_ID = re.compile(r"commId (0x[0-9a-f]+)")
 _NODES = re.compile(r"comm (0x[0-9a-f]+) rank \d+ nRanks \d+ nNodes (\d{1,9}) ")
-_PROVIDER = re.compile(r"Selected [Pp]rovider is ([^,()]+?)(?:, fabric is ([^()]*?))? \(found (\d{1,6}) nics\)")
+_PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([^,()]+?)(?:, fabric is ([^()]*?))? \(found (\d{1,6}) nics\)")
 _BOOTSTRAP = re.compile(r"Bootstrap ?: Using ([^:\s]+):")
 _BY_ENVIRONMENT = re.compile(r"(NCCL_\w+) set by environment to (.*)")
 _ASSIGNED = re.compile(r"Assigned NET plugin (.+) to comm")
@@ -381,7 +381,7 @@ def _info(process: _Process, message: str, unfinished: bool) -> None:
         process.keep(process.environment, by_environment[1][:64], by_environment[2].rstrip(".")[:200])
     elif bootstrap := _BOOTSTRAP.match(message):
         process.interface = bootstrap[1][:64]
-    elif provider := _PROVIDER.search(message):
+    elif provider := _PROVIDER.match(message):
         process.keep(process.providers, Provider(provider[1].strip()[:64], (provider[2] or "")[:64], int(provider[3])))
     elif version := re.match(r"NET/OFI Initializing aws-ofi-nccl (\S+)", message):
         process.plugin = version[1][:64]
@@ -447,7 +447,7 @@ _FAILURE = re.compile(r"closed by remote peer|connect\w*\b.*(?:failed|timed out|
 def _kind_of_problem(text: str, warning: bool) -> str | None:
     """unreachable, transfer, stopped, device, memory, plugin, image: as in docs/gate.md; failed: another failure; warning: any other WARN; None: no problem."""
     for kind, pattern in _PROBLEMS:
-        if pattern.search(text):
+        if pattern.search(text) and (warning or kind != "memory"):
             return kind
     if not warning:
         return None

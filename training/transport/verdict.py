@@ -193,8 +193,9 @@ def _speaks(rank: RankEvidence) -> bool:
 
 
 def _started(rank: RankEvidence) -> bool:
-    """Whether the rank has a communicator that is up."""
-    return rank.connected or any(c.complete for c in rank.communicators)
+    """Whether every communicator of the rank is up. Where no end of a start-up was printed at all, a finished ring or tree stands for it."""
+    complete = [c.complete for c in rank.communicators]
+    return all(complete) if any(complete) else rank.connected
 
 
 def _hosts(ranks: Iterable[RankEvidence]) -> list[str]:
