@@ -106,7 +106,7 @@ def place(uri: str) -> Place:
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, ValueError):
         fs, path = _through_fsspec(uri, scheme.group(1))
     except OSError as error:
-        raise BadInput(f"{uri}: can't be opened ({error})") from error
+        raise BadInput(f"{redacted(uri)}: can't be opened ({error})") from error
     return Place(fs, path.rstrip("/") or "/", local=isinstance(fs, pafs.LocalFileSystem))
 
 
@@ -116,8 +116,13 @@ def _through_fsspec(uri: str, scheme: str) -> tuple[pafs.FileSystem, str]:
     try:
         fs, path = fsspec.core.url_to_fs(uri)
     except (ValueError, ImportError) as error:
-        raise BadInput(f"{uri}: nothing here opens {scheme}:// ({error}); use a folder or an s3:// URI") from error
+        raise BadInput(f"{redacted(uri)}: nothing here opens {scheme}:// ({error}); use a folder or an s3:// URI") from error
     return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), path
+
+
+def redacted(uri: str) -> str:
+    """The URI without credentials, as it may be shown and stored."""
+    return re.sub(r"((?:access|secret|token|key|password)[a-z_]*=)[^&]+", r"\1***", re.sub(r"://[^/@]+@", "://***@", uri))
 
 
 @contextlib.contextmanager
