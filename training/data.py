@@ -27,7 +27,7 @@ from filelock import FileLock
 from training.errors import BadInput
 from training.packing import IGNORED, Shard, Split, cut, little_endian
 from training.permutation import permuted
-from training.storage import Place, place
+from training.storage import Place, place, redacted
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
@@ -190,16 +190,17 @@ def open_data(uri: str) -> PreparedData:
     of another size than the manifest says.
     """
     folder = place(uri)
-    manifest = read_manifest(folder, uri)
+    shown = redacted(uri)
+    manifest = read_manifest(folder, shown)
     sizes = {info.base_name: info.size for info in folder.children() if info.is_file}
     width = np.dtype(manifest.dtype).itemsize
     for split in manifest.splits.values():
         for shard in split.shards:
             if shard.file not in sizes:
-                raise BadInput(_damaged(uri, shard.file, "it is missing"))
+                raise BadInput(_damaged(shown, shard.file, "it is missing"))
             if sizes[shard.file] != shard.tokens * width:
-                raise BadInput(_damaged(uri, shard.file, f"{sizes[shard.file]:,} bytes, the manifest says {shard.tokens * width:,}"))
-    return PreparedData(folder, manifest, uri)
+                raise BadInput(_damaged(shown, shard.file, f"{sizes[shard.file]:,} bytes, the manifest says {shard.tokens * width:,}"))
+    return PreparedData(folder, manifest, shown)
 
 
 class MicroBatch(NamedTuple):

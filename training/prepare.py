@@ -31,7 +31,7 @@ from training.errors import EXIT_DONE, BadInput, JobError, TrainingFailed
 from training.packing import ShardWriter, Split
 from training.schema import setting
 from training.sources import SUFFIXES
-from training.storage import Place, place
+from training.storage import Place, place, redacted
 
 if TYPE_CHECKING:
     import pyarrow
@@ -93,10 +93,10 @@ def prepare(settings: PrepareSettings, say: Callable[[str], None] = print) -> Ma
     if loaded:
         deciding["tokenizer"] = tokenizer.fingerprint(loaded)
     inputs = hashlib.sha256(json.dumps([data.SCHEMA, deciding, identities], sort_keys=True).encode()).hexdigest()
-    with _alone_in(output, settings.output):
+    with _alone_in(output, redacted(settings.output)):
         finished = _finished(output, settings, inputs, identities)
         if finished:
-            say(f"already prepared: {settings.output} holds these sources with these settings ({_summary(finished)})")
+            say(f"already prepared: {redacted(settings.output)} holds these sources with these settings ({_summary(finished)})")
             return finished
         _remove_leftovers(output)
         try:
@@ -158,7 +158,7 @@ def _written(
         tokenizer_hash=tokenizer.fingerprint(how),
         dtype=dtype,
         splits=splits,
-        sources=tuple(Source(sources.redacted(uri), size, count, sha) for uri, size, count, sha in parts),
+        sources=tuple(Source(redacted(uri), size, count, sha) for uri, size, count, sha in parts),
         settings=_shown_settings(settings),
         inputs=inputs,
     )
@@ -166,7 +166,7 @@ def _written(
         (output / data.MANIFEST).write_json(manifest.as_json())
     except OSError as error:
         raise _write_error(settings, error) from error
-    say(f"prepared {settings.output}: {_summary(manifest)}")
+    say(f"prepared {redacted(settings.output)}: {_summary(manifest)}")
     return manifest
 
 
@@ -177,9 +177,9 @@ def _summary(manifest: Manifest) -> str:
 
 def _shown_settings(settings: PrepareSettings) -> dict[str, Any]:
     shown = schema.as_mapping(settings)
-    shown["sources"] = [sources.redacted(uri) for uri in settings.sources]
+    shown["sources"] = [redacted(uri) for uri in settings.sources]
     for key in ("output", "tokenizer"):
-        shown[key] = sources.redacted(shown[key])
+        shown[key] = redacted(shown[key])
     return shown
 
 
@@ -189,7 +189,7 @@ def _identity(files: Sequence[sources.File], source: int) -> str:
 
 
 def _no_document(settings: PrepareSettings) -> BadInput:
-    shown = ", ".join(map(sources.redacted, settings.sources))
+    shown = ", ".join(map(redacted, settings.sources))
     return BadInput(f"sources: no document in {shown}: there is no row, or every text is empty; check the files and textColumn")
 
 
@@ -246,7 +246,7 @@ def _finished(output: Place, settings: PrepareSettings, inputs: str, identities:
     if [source.sha256 for source in manifest.sources] != list(identities):
         changed.append("the sources' content")
     raise BadInput(
-        f"output = {settings.output}: holds data prepared otherwise (different: {', '.join(changed) or 'the tokenizer'});"
+        f"output = {redacted(settings.output)}: holds data prepared otherwise (different: {', '.join(changed) or 'the tokenizer'});"
         " give another output, or delete this one to replace it"
     )
 
@@ -262,9 +262,9 @@ def _remove_leftovers(output: Place) -> None:
 def _write_error(settings: PrepareSettings, error: OSError) -> JobError:
     if error.errno in packing.NO_ROOM:
         return TrainingFailed(
-            f"output = {settings.output}: no room to write on ({os.strerror(error.errno)}); free some space or give another output, then start again"
+            f"output = {redacted(settings.output)}: no room to write on ({os.strerror(error.errno)}); free some space or give another output, then start again"
         )
-    return TrainingFailed(f"output = {settings.output}: can't be written to ({error}); the attempt is unfinished, start again when this is mended")
+    return TrainingFailed(f"output = {redacted(settings.output)}: can't be written to ({error}); the attempt is unfinished, start again when this is mended")
 
 
 # Progress

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from training.errors import BadInput
-from training.storage import Place, place
+from training.storage import Place, place, redacted
 
 STDLIB = "stdlib"
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
@@ -30,8 +29,8 @@ JSON_LINES = (".jsonl", ".json")
 JSON_LINES_GZ = (".jsonl.gz", ".json.gz")
 _NOT_STDLIB = frozenset(("site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"))
 
-PIECE_BYTES = 32 * 2**20  # of a large file, per task
-GROUP_BYTES = 4 * 2**20  # of small files, per task: enough to make a task's overhead (some 10 ms) small
+PIECE_BYTES = 8 * 2**20  # of a large file, per task: some seconds of work
+GROUP_BYTES = 2 * 2**20  # of small files, per task: enough to make a task's overhead (some 10 ms) small
 SEGMENT_CHARS = 2**18  # of a long document, per call of the tokenizer, which needs some 100 bytes of memory a token
 _BLOCK = 4 * 2**20
 _READERS = 8
@@ -66,11 +65,6 @@ class Fragment:
     text: str
     held_out: bool
     ends: bool
-
-
-def redacted(uri: str) -> str:
-    """The URI without credentials, as it may be shown and stored."""
-    return re.sub(r"((?:access|secret|token|key|password)[a-z_]*=)[^&]+", r"\1***", re.sub(r"://[^/@]+@", "://***@", uri))
 
 
 def held_out(sha256: bytes, fraction: float) -> bool:

@@ -13,6 +13,7 @@ import pickle
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow
@@ -22,13 +23,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from training.errors import BadInput
 from training.packing import joined, little_endian
 from training.sources import Fragment, Piece, fragments
-from training.storage import Place, as_local_folder, place
+from training.storage import Place, place, redacted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # one token a byte, and the end of text
+_WEIGHTS_BYTES = 2**26  # a file this large in a remote model's folder is not the tokenizer's
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 1024
 
@@ -73,23 +75,26 @@ def load(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     source = place(name)
-    folder = "://" in name or source.exists()
+    folder, shown = "://" in name or source.exists(), redacted(name)
     if folder and not source.exists():
-        raise BadInput(f"tokenizer = {name}: no such folder; check the URI")
+        raise BadInput(f"tokenizer = {shown}: no such folder; check the URI")
     try:
-        if folder:
-            with as_local_folder(source) as files:
-                found = AutoTokenizer.from_pretrained(str(files))
+        if folder and not source.local:
+            with tempfile.TemporaryDirectory() as scratch:
+                for item in source.children():
+                    if item.is_file and item.size < _WEIGHTS_BYTES:
+                        (Path(scratch) / item.base_name).write_bytes((source / item.base_name).read_bytes())
+                found = AutoTokenizer.from_pretrained(scratch)
         else:
-            found = AutoTokenizer.from_pretrained(name)
+            found = AutoTokenizer.from_pretrained(source.path if folder else name)
     except Exception as error:  # the tokenizers library raises bare Exception for a file it can't parse
         reason = " ".join(str(error).split())[:200]
         way_out = "give a folder with a Hugging Face tokenizer" if folder else "give a hub id that can be reached from here, a folder, or train:VOCAB_SIZE"
-        raise BadInput(f"tokenizer = {name}: can't be loaded ({reason}); {way_out}") from error
+        raise BadInput(f"tokenizer = {shown}: can't be loaded ({reason}); {way_out}") from error
     if not isinstance(found, PreTrainedTokenizerFast):
-        raise BadInput(f"tokenizer = {name}: has no fast form (tokenizer.json); save one with transformers, or give another tokenizer")
+        raise BadInput(f"tokenizer = {shown}: has no fast form (tokenizer.json); save one with transformers, or give another tokenizer")
     if found.eos_token_id is None:
-        raise BadInput(f"tokenizer = {name}: has no end-of-text (EOS) token, which joins documents; set eos_token and save it, or give another tokenizer")
+        raise BadInput(f"tokenizer = {shown}: has no end-of-text (EOS) token, which joins documents; set eos_token and save it, or give another tokenizer")
     return found
 
 

@@ -223,20 +223,26 @@ def arguments_of(settings):
     return [word for key, value in named.items() for word in ("--set", f"{key}={value}")]
 
 
-@pytest.mark.parametrize("where", ["packing", "finishing"])
-def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_is_replaced(where, folder, tmp_path, saved_tokenizer):
-    settings = asked(folder, tmp_path / "out", saved_tokenizer, shard_tokens=1024)
-    done = subprocess.run([sys.executable, "-c", KILLED, where, *arguments_of(settings)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list((tmp_path / "out").glob("train-*.bin")), "it was killed in the middle, not before it began"
-    with pytest.raises(BadInput, match=r"no manifest.json in it, so it is unfinished"):
-        open_data(str(tmp_path / "out"))
-    (tmp_path / "out" / "train-00099.bin").write_bytes(b"left over")
-    (tmp_path / "out" / "notes.md").write_text("mine")
-    manifest = prepare(settings, silent)
-    assert manifest.hash == prepare(dataclasses.replace(settings, output=str(tmp_path / "fresh")), silent).hash
-    assert not (tmp_path / "out" / "train-00099.bin").exists()
-    assert (tmp_path / "out" / "notes.md").read_text() == "mine", "what others put there is left alone"
+def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_is_replaced(folder, tmp_path, saved_tokenizer):
+    """Killed in the middle of a shard, and between the last shard and the manifest."""
+    moments = {where: asked(folder, tmp_path / where, saved_tokenizer, shard_tokens=1024) for where in ("packing", "finishing")}
+    children = {
+        where: subprocess.Popen([sys.executable, "-c", KILLED, where, *arguments_of(settings)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for where, settings in moments.items()
+    }
+    whole = prepare(asked(folder, tmp_path / "fresh", saved_tokenizer), silent)
+    for where, child in children.items():
+        _, told = child.communicate()
+        output = tmp_path / where
+        assert child.returncode == -signal.SIGKILL, told
+        assert list(output.glob("train-*.bin")), "it was killed in the middle, not before it began"
+        with pytest.raises(BadInput, match=r"no manifest.json in it, so it is unfinished"):
+            open_data(str(output))
+        (output / "train-00099.bin").write_bytes(b"left over")
+        (output / "notes.md").write_text("mine")
+        assert prepare(moments[where], silent).hash == whole.hash
+        assert not (output / "train-00099.bin").exists()
+        assert (output / "notes.md").read_text() == "mine", "what others put there is left alone"
 
 
 def test_two_prepares_never_write_into_one_folder(folder, tmp_path, saved_tokenizer):

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import training
 from training import sources
 from training.errors import BadInput
-from training.sources import SUFFIXES, checked, find, fragments, held_out, plan, redacted, segments
+from training.sources import SUFFIXES, checked, find, fragments, held_out, plan, segments
+from training.storage import redacted
 
 ROOT = Path(training.__file__).parents[1]
 TEXTS = ["first\ndocument", "zweites Dokument äöü 漢字", "", "third " * 50]
