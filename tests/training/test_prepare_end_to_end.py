@@ -1,7 +1,9 @@
 """`python -m training.prepare` from text to rows, with a real Ray, real files and real kills."""
 
-import dataclasses
+import functools
 import gzip
+import hashlib
+import http.server
 import json
 import os
 import random
@@ -9,8 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -84,8 +89,6 @@ def documents_in(prepared, split):
 
 
 def split_of(texts, fraction):
-    import hashlib
-
     out = [held_out(hashlib.sha256(text.encode()).digest(), fraction) for text in texts]
     return [t for t, o in zip(texts, out, strict=True) if not o], [t for t, o in zip(texts, out, strict=True) if o]
 
@@ -154,11 +157,6 @@ def test_the_same_documents_from_elsewhere_give_the_same_rows(kind, folder, text
 @pytest.fixture
 def served(tmp_path):
     """A folder behind a real HTTP server."""
-    import functools
-    import http.server
-    import threading
-    import types
-
     at = tmp_path / "served"
     at.mkdir()
 
@@ -246,8 +244,6 @@ def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_is_replaced(fol
 
 
 def test_two_prepares_never_write_into_one_folder(folder, tmp_path, saved_tokenizer):
-    import filelock
-
     (tmp_path / "out").mkdir()
     with filelock.FileLock(tmp_path / "out" / ".prepare.lock"), pytest.raises(BadInput, match="another prepare is writing there"):
         prepare(asked(folder, tmp_path / "out", saved_tokenizer), silent)
