@@ -27,13 +27,13 @@ class Size:
     vocabulary: int = 1024
     sequence_length: int = 128
     model: str = "small"
-    tokens_per_step: int = 4096
-    steps: int = 80
-    first_steps: int = 60
+    tokens_per_step: int = 2048
+    steps: int = 400
+    first_steps: int = 300
     workers: tuple[int, int] = (2, 1)
 
 
-def demo(folder: Path, size: Size = Size(), say: Callable[[str], None] = print) -> Path:  # noqa: B008 (frozen)
+def demo(folder: Path, size: Size = Size(), say: Callable[[str], None] = print) -> Path:
     """Trains on the sources of the running Python's standard library; returns the run's folder. Raises JobError."""
     from training import evaluate  # imports torch
 
@@ -61,7 +61,7 @@ def demo(folder: Path, size: Size = Size(), say: Callable[[str], None] = print) 
         "run": run,
         "steps": size.steps,
         "tokensPerStep": size.tokens_per_step,
-        "learningRate": 3e-3,
+        "learningRate": 5e-3,
         "warmupSteps": min(10, size.first_steps),
         "logEvery": max(1, size.steps // 16),
         "evalEvery": size.first_steps,

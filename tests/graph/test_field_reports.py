@@ -170,8 +170,10 @@ def test_fr45_the_stop_schedule_follows_the_group_of_another_type():
 
 
 def test_fr45_another_number_of_nodes_is_a_change_of_size_alone():
-    one, other = built(), built({"gpu": {"nodes": 4}})
-    changed = [urn for urn, n in other.nodes.items() if one.nodes[urn].inputs != n.inputs]
+    budget = {"budget": {"stopAfter": "8h"}}
+    one, other = built(budget), built({"gpu": {"nodes": 4}, **budget})
+    changed = [urn for urn, n in other.nodes.items() if one.nodes[urn].inputs != n.inputs and n.type != recorder.SCHEDULE]
+    assert one.one(recorder.SCHEDULE).inputs["target"] == other.one(recorder.SCHEDULE).inputs["target"], "only its time differs, which is kept"
     assert changed == [other.one(GROUP, "gpu").urn]
     before, after = one.one(GROUP, "gpu").inputs, other.one(GROUP, "gpu").inputs
     assert {key for key in after if before[key] != after[key]} == {"scalingConfig"}

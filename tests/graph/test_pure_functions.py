@@ -308,15 +308,15 @@ def test_the_stop_time_is_utc_and_in_the_schedulers_form():
 
 
 def test_the_stop_request_is_spelt_as_the_scheduler_wants_it():
-    assert autostop.stop_request("demo", "gpu-g6-12xlarge", 2, False) == {
+    assert autostop.stop_request("demo", "gpu-g6-12xlarge", False) == {
         "ClusterName": "demo",
         "NodegroupName": "gpu-g6-12xlarge",
-        "ScalingConfig": {"MinSize": 0, "DesiredSize": 0, "MaxSize": 2},
+        "ScalingConfig": {"MinSize": 0, "DesiredSize": 0},
     }
 
 
 def test_an_autoscaled_group_is_barred_when_it_is_stopped():
-    taints = autostop.stop_request("demo", "gpu-g6-12xlarge", 4, True)["Taints"]
+    taints = autostop.stop_request("demo", "gpu-g6-12xlarge", True)["Taints"]
     assert taints == {"AddOrUpdateTaints": [{"Key": "ray-train-efa/stopped", "Value": "budget", "Effect": "NO_SCHEDULE"}]}
 
 

@@ -22,11 +22,11 @@ from training.storage import place
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def settings(data: Path, storage: Path, **changes: Any) -> Settings:
+def settings(prepared: Path, folder: Path, **changes: Any) -> Settings:
     values = {
-        "data": str(data),
+        "data": str(prepared),
         "model": {"random": "tiny"},
-        "storage": str(storage),
+        "storage": str(folder),
         "run": "r",
         "steps": 8,
         "tokensPerStep": 32 * 8,
@@ -40,8 +40,8 @@ def settings(data: Path, storage: Path, **changes: Any) -> Settings:
     return schema.parse(Settings, values)
 
 
-def start(data: Path, storage: Path, launcher: str = "process", say: Callable[[str], None] = lambda _: None, **changes: Any) -> dict[str, Any]:
-    return job.run(settings(data, storage, **changes), launcher, say)
+def start(prepared: Path, folder: Path, launcher: str = "process", say: Callable[[str], None] = lambda _: None, **changes: Any) -> dict[str, Any]:
+    return job.run(settings(prepared, folder, **changes), launcher, say)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -138,9 +138,8 @@ def test_a_run_folder_of_another_configuration_is_refused_and_untouched(data: Pa
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_bad_input_gets_one_sentence_and_exit_2(data: Path, tmp_path: Path, changes: dict[str, Any], parts: list[str]) -> None:
-    changes = {"data": str(data), "storage": str(tmp_path), **changes}
     with pytest.raises(JobError) as error:
-        start(Path(changes.pop("data")), Path(changes.pop("storage")), **changes)
+        start(data, tmp_path, **changes)
     assert error.value.exit_code == 2, error.value
     for part in parts:
         assert part in str(error.value), error.value

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,4 +28,4 @@ def test_it_never_leaves_its_bounds_and_never_rises_after_warm_up(steps: int, wa
     rates = [learning_rate(step, s) for step in range(steps)]
     assert all(0 < rate <= 2.0 or (rate == 0 and floor == 0) for rate in rates)
     after = rates[s.warmup_steps :]
-    assert all(a >= b - 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
