@@ -320,8 +320,13 @@ class Batches(Iterator[Step]):
 
 
 def eval_batches(data: PreparedData, rows: int, micro_batch: int, world: int, rank: int, document_mask: bool) -> Iterator[MicroBatch]:
-    """The first ``rows`` held-out rows (all, where there are fewer), dealt to the ranks as in training: equally many micro-batches on every rank."""
-    chosen = np.arange(min(rows, data.rows("eval")), dtype=np.int64)
+    """``rows`` held-out rows (all, where there are fewer), dealt to the ranks as in training: equally many micro-batches on every rank.
+
+    They are spread evenly over the split: neighbouring rows come from the same few documents and would speak for those only.
+    """
+    held = data.rows("eval")
+    count = min(rows, held)
+    chosen = np.arange(count, dtype=np.int64) * held // max(count, 1)
     mine = chosen[rank::world]
     for number in range(accumulation(len(chosen), micro_batch, world)):
         batches, _ = _micro_batches(data, "eval", mine[number * micro_batch : (number + 1) * micro_batch], 1, micro_batch, document_mask)

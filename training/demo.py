@@ -47,7 +47,13 @@ def demo(folder: Path, size: Size = Size(), say: Callable[[str], None] = print) 
     prepare(
         schema.parse(
             PrepareSettings,
-            {"sources": list(size.sources), "output": str(data), "tokenizer": f"train:{size.vocabulary}", "sequenceLength": size.sequence_length},
+            {
+                "sources": list(size.sources),
+                "output": str(data),
+                "tokenizer": f"train:{size.vocabulary}",
+                "sequenceLength": size.sequence_length,
+                "evalFraction": 0.05,
+            },
             "demo",
         ),
         say,

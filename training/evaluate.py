@@ -377,7 +377,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _loss(net: Any, data: PreparedData, rows: int, settings: Settings, device: torch.device, say: Callable[[str], None]) -> tuple[float, int]:
-    """Mean loss in nats per token over the first ``rows`` held-out rows, and how many tokens that are."""
+    """Mean loss in nats per token over ``rows`` held-out rows, spread over the split, and how many tokens that are."""
     batch = max(1, BATCH_TOKENS // data.manifest.sequence_length)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     with torch.inference_mode():

@@ -75,9 +75,9 @@ def load(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     source = place(name)
-    folder, shown = "://" in name or source.exists(), redacted(name)
+    folder, shown = "://" in name or name.startswith(("/", ".", "~")) or source.exists(), redacted(name)
     if folder and not source.exists():
-        raise BadInput(f"tokenizer = {shown}: no such folder; check the URI")
+        raise BadInput(f"tokenizer = {shown}: no such folder; check the path or URI")
     try:
         if folder and not source.local:
             with tempfile.TemporaryDirectory() as scratch:
@@ -93,6 +93,9 @@ def load(name: str) -> PreTrainedTokenizerFast:
         raise BadInput(f"tokenizer = {shown}: can't be loaded ({reason}); {way_out}") from error
     if not isinstance(found, PreTrainedTokenizerFast):
         raise BadInput(f"tokenizer = {shown}: has no fast form (tokenizer.json); save one with transformers, or give another tokenizer")
+    if not found("any text").input_ids:
+        # For a folder with a model but without its tokenizer's files, transformers makes up one that knows no word.
+        raise BadInput(f"tokenizer = {shown}: turns text into no tokens at all, so its files are missing; give a folder that holds tokenizer.json")
     if found.eos_token_id is None:
         raise BadInput(f"tokenizer = {shown}: has no end-of-text (EOS) token, which joins documents; set eos_token and save it, or give another tokenizer")
     return found

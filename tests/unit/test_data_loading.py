@@ -151,12 +151,13 @@ def test_a_rank_without_a_sample_still_takes_part(tmp_path):
 
 
 @pytest.mark.parametrize(("asked", "world", "micro_batch"), [(100, 1, 4), (5, 2, 2), (7, 3, 1), (2, 3, 2), (0, 2, 2)])
-def test_evaluation_takes_the_first_rows_once_over_all_ranks(tmp_path, asked, world, micro_batch):
+def test_evaluation_takes_each_row_once_over_all_ranks_spread_over_the_split(tmp_path, asked, world, micro_batch):
     prepared = write(tmp_path, {"train": numbered(2), "eval": numbered(7)})
     per_rank = [list(eval_batches(prepared, asked, micro_batch, world, rank, document_mask=False)) for rank in range(world)]
     assert len({len(batches) for batches in per_rank}) == 1, "ranks with other counts would wait for each other for ever"
     rows = [int(row[0]) // LENGTH for batches in per_rank for b in batches for row, label in zip(b.input_ids, b.labels, strict=True) if (label >= 0).all()]
-    assert sorted(rows) == list(range(min(asked, 7)))
+    count = min(asked, 7)
+    assert sorted(rows) == [i * 7 // count for i in range(count)]
 
 
 def test_data_without_an_eval_split_evaluates_nothing(tmp_path):

@@ -114,7 +114,7 @@ def test_a_damaged_tokenizer_is_told(folder):
 
 
 def test_a_missing_uri_is_told():
-    assert refusal("memory://nowhere/tokenizer") == "tokenizer = memory://nowhere/tokenizer: no such folder; check the URI"
+    assert refusal("memory://nowhere/tokenizer") == "tokenizer = memory://nowhere/tokenizer: no such folder; check the path or URI"
 
 
 def test_a_tokenizer_without_an_end_of_text_is_told(folder):
@@ -135,3 +135,14 @@ def test_a_vocabulary_is_asked_for_by_its_size():
     assert tokenizer.asked_vocabulary("train:4096") == 4096
     assert tokenizer.asked_vocabulary("train:4_096") == 4096
     assert tokenizer.asked_vocabulary("Qwen/Qwen2.5-1.5B") is None
+
+
+def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    with pytest.raises(BadInput, match=r"no tokens at all.*tokenizer\.json"):
+        tokenizer.load(str(tmp_path))
+
+
+def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path):
+    with pytest.raises(BadInput, match="no such folder"):
+        tokenizer.load(str(tmp_path / "gone"))
