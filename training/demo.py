@@ -70,7 +70,7 @@ def demo(folder: Path, size: Size = Size(), say: Callable[[str], None] = print) 
         "learningRate": 5e-3,
         "warmupSteps": min(10, size.first_steps),
         "logEvery": max(1, size.steps // 16),
-        "evalEvery": size.first_steps,
+        "evalEvery": max(1, size.steps // 4),
         "evalRows": 64,
     }
     first, second = size.workers
