@@ -22,12 +22,12 @@ def stop_expression(now: datetime.datetime, delay: datetime.timedelta) -> str:
     return f"at({(now.astimezone(datetime.UTC) + delay).strftime('%Y-%m-%dT%H:%M:%S')})"
 
 
-def stop_request(cluster: str, node_group: str, most: int, autoscaled: bool) -> dict[str, object]:
+def stop_request(cluster: str, node_group: str, autoscaled: bool) -> dict[str, object]:
     """UpdateNodegroupConfig in the spelling of the service's SDK model: the scheduler refuses the camelCase of the EKS API.
 
-    The group keeps its maxSize (EKS wants 1 or more), so an autoscaled one is barred by a taint as well.
+    maxSize stays as it is (EKS wants 1 or more), so an autoscaled group is barred by a taint as well.
     """
-    request: dict[str, object] = {"ClusterName": cluster, "NodegroupName": node_group, "ScalingConfig": {"MinSize": 0, "DesiredSize": 0, "MaxSize": most}}
+    request: dict[str, object] = {"ClusterName": cluster, "NodegroupName": node_group, "ScalingConfig": {"MinSize": 0, "DesiredSize": 0}}
     if autoscaled:
         request["Taints"] = {"AddOrUpdateTaints": [{"Key": STOPPED_TAINT, "Value": "budget", "Effect": "NO_SCHEDULE"}]}
     return request
@@ -40,7 +40,6 @@ class AutoStopArgs:
     now: datetime.datetime
     cluster: str
     node_group: str
-    most_nodes: int
     autoscaled: bool
     partition: str
     region: str
@@ -69,7 +68,7 @@ class AutoStop(pulumi.ComponentResource):
             target=aws.scheduler.ScheduleTargetArgs(
                 arn=f"arn:{args.partition}:scheduler:::aws-sdk:eks:updateNodegroupConfig",
                 role_arn=role.arn,
-                input=json.dumps(stop_request(args.cluster, args.node_group, args.most_nodes, args.autoscaled), sort_keys=True),
+                input=json.dumps(stop_request(args.cluster, args.node_group, args.autoscaled), sort_keys=True),
             ),
             opts=ResourceOptions(parent=self, depends_on=[allowed], ignore_changes=["scheduleExpression"]),
         )

@@ -44,7 +44,7 @@ def build(stack: Stack, project: str, stack_name: str, now: datetime.datetime, a
     if len(name) > naming.LONGEST_PREFIX:
         found.append(f"stack name {stack_name!r}: {name!r} is longer than {naming.LONGEST_PREFIX} characters, and role names add more; choose a shorter one")
     if found:
-        raise BadInput("nothing was created; this stack does not fit the account\n" + "\n".join(f"  - {line}" for line in found))
+        raise BadInput("nothing was changed; this stack does not fit the account\n" + "\n".join(f"  - {line}" for line in found))
     zones = facts.choose_zones(stack, known)
     _say(stack, known, zones)
     tags = naming.base_tags(project, stack_name, stack.owner, naming.deployment_id(project, stack_name, known.account, known.region))
@@ -142,7 +142,6 @@ def _auto_stop(name: str, stack: Stack, known: facts.Facts, now: datetime.dateti
             now=now,
             cluster=name,
             node_group=group_name(stack.gpu.instance_type),
-            most_nodes=stack.gpu.size[1],
             autoscaled=stack.gpu.autoscaled,
             partition=known.partition,
             region=known.region,
