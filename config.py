@@ -40,6 +40,8 @@ HEAD_MEMORY_FLOOR_GIB = 4.0
 
 ZONE = re.compile(r"[a-z]{2}(-[a-z]+)+-\d[a-z]")
 INSTANCE_TYPE = re.compile(r"[a-z][a-z0-9-]*\.[a-z0-9-]+")
+# What CloudWatch takes: https://docs.aws.amazon.com/AmazonCloudWatchLogs/latest/APIReference/API_PutRetentionPolicy.html
+LOG_DAYS = (1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, 1827, 2192, 2557, 2922, 3288, 3653)
 LOG_TYPES = ("api", "audit", "authenticator", "controllerManager", "scheduler")
 SHORTEST_STOP, LONGEST_STOP = datetime.timedelta(minutes=30), datetime.timedelta(days=365)
 IPS_PER_NODE = 64  # The CNI keeps two interfaces of up to 30 addresses on a lightly used GPU node (WARM_ENI_TARGET=1).
@@ -72,6 +74,8 @@ class Cluster:
             for arn in self.admins
             if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:(role|user)/.+", arn)
         ]
+        if self.log_retention_days not in LOG_DAYS:
+            problems.append(f"logRetentionDays = {self.log_retention_days}: CloudWatch takes {', '.join(map(str, LOG_DAYS[:8]))} and a few longer ones")
         problems += [f"logs: {kind!r} is no kind of log; known: {', '.join(LOG_TYPES)}" for kind in self.logs if kind not in LOG_TYPES]
         _raise(problems)
 

@@ -111,6 +111,8 @@ def build(stack: Stack, project: str, stack_name: str, now: datetime.datetime, a
         "region": known.region,
         "zone": network.nodes.availability_zone,
         "kubeconfigCommand": cluster.name.apply(lambda made: f"aws eks update-kubeconfig --region {known.region} --name {made}"),
+        # Its change is what a preview shows a person of a change of type.
+        "gpuNodes": f"{_count(stack)} x {known.gpu.name}; another instance type replaces them all and stops a running job",
         "bucket": storage.bucket,
         "bucketAfterDestroy": storage.after_destroy,
         "costPerHour": {"usd": bill.usd_hour, "pricesAsOf": bill.as_of, "withoutPriceOf": list(bill.unknown)},
@@ -128,6 +130,11 @@ def build(stack: Stack, project: str, stack_name: str, now: datetime.datetime, a
         ready=[*cluster.addons, system.group, *system.addons, gpu.group, *gpu.tags, *network.egress, *identity.associations],
         outputs=outputs,
     )
+
+
+def _count(stack: Stack) -> str:
+    least, most = stack.gpu.size
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def _auto_stop(name: str, stack: Stack, known: facts.Facts, now: datetime.datetime, tags: naming.Tags) -> AutoStop | None:

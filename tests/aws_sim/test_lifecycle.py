@@ -105,6 +105,7 @@ def test_another_instance_type_replaces_the_gpu_group_and_nothing_else(round_tri
     replaced = [line for line in round_trip.other_type.splitlines() if re.search(r"\breplace\b", line) and "aws:" in line]
     assert all("aws:eks:NodeGroup" in line and "-gpu" in line for line in replaced)
     assert replaced
+    assert "another instance type replaces them all and stops a running job" in round_trip.other_type, "the preview says what it means"
 
 
 def test_no_dependency_is_missing(round_trip: Round) -> None:

@@ -569,5 +569,16 @@ def test_another_region_needs_no_other_edit():
     assert graph.one(ENDPOINT).inputs["serviceName"] == "com.amazonaws.us-east-2.s3"
 
 
+def test_a_preview_of_another_type_says_that_a_running_job_stops():
+    text = "{}; another instance type replaces them all and stops a running job"
+    assert default().outputs["gpuNodes"] == text.format("2 x g6.12xlarge")
+    assert autoscaled().outputs["gpuNodes"] == text.format("0 to 4 x g6.12xlarge")
+
+
+def test_the_aws_half_knows_neither_boto3_nor_the_workloads_nor_code_kept_in_the_state():
+    for file in (recorder.ROOT / "infra").glob("*.py"):
+        assert not re.search(r"\b(boto3|botocore|workloads|pulumi_command|pulumi\.dynamic)\b(?!/)", file.read_text()), file.name
+
+
 def test_the_program_is_short_enough_to_read_in_one_go():
     assert len((recorder.ROOT / "__main__.py").read_text().splitlines()) < 60

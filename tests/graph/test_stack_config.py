@@ -74,6 +74,7 @@ def test_fr46_every_problem_is_named_in_one_error_with_key_value_and_way_out():
         ({"cluster": {"publicAccessCidrs": ["10.0.0.1/8"]}}, "is no IPv4 network"),
         ({"cluster": {"admins": ["me"]}}, "is no IAM principal"),
         ({"cluster": {"logs": ["api", "etcd"]}}, "'etcd' is no kind of log"),
+        ({"cluster": {"logRetentionDays": 2}}, "logRetentionDays = 2: CloudWatch takes 1, 3, 5, 7, 14"),
         ({"network": {"cidr": "10.0.0.0/8"}}, "between /16 and /24"),
         ({"network": {"cidr": "8.8.0.0/16"}}, "no private IPv4 network"),
         ({"network": {"cidr": "10.0.0.0/24"}}, "leaves 123 addresses for 3 nodes"),
