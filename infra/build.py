@@ -127,7 +127,7 @@ def build(stack: Stack, project: str, stack_name: str, now: datetime.datetime, a
         storage_uri=storage.uri,
         gpu=known.gpu,
         efa_devices=efa.efa_count(gpu.interfaces),
-        ready=[*cluster.addons, system.group, *system.addons, gpu.group, *gpu.tags, *network.egress, *identity.associations],
+        ready=[cluster.eks, *cluster.addons, system.group, *system.addons, gpu.group, *gpu.tags, *network.egress, *identity.associations],
         outputs=outputs,
     )
 

@@ -13,7 +13,6 @@ from pulumi.runtime.settings import _get_rpc_manager
 
 import versions
 from config import PROJECT, BadInput, Stack
-from infra import efa
 
 # Zones that can't host a control plane, by zone id, for letters differ per account.
 # https://docs.aws.amazon.com/eks/latest/userguide/network-reqs.html
@@ -164,10 +163,6 @@ def quota_code(stack: Stack) -> str | None:
     family = stack.gpu.instance_type.split(".")[0]
     codes = QUOTAS["p5" if family.startswith("p5") else "p" if family.startswith("p") else "g"]
     return {"on-demand": codes[0], "spot": codes[1]}.get(stack.gpu.capacity.kind)
-
-
-def layout(instance: Instance, security_groups: object) -> list[dict[str, object]]:
-    return efa.interfaces(instance.efa_interfaces, instance.network_cards, security_groups)
 
 
 def _control_plane_zones(zones: Sequence[Zone]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import LAB, Account
+from simulated import LAB, Account
 
 pytestmark = pytest.mark.aws_sim
 
