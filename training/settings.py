@@ -109,8 +109,12 @@ class Settings:
     )
     export: bool = setting(True, "At the end write model/ in Hugging Face format (bf16 weights).")
     transport: str = setting(
-        "any", "Which network must have carried the run between hosts; efa and tcp fail the run (exit 4) without proof.", choices=("efa", "tcp", "any")
+        "any",
+        "Which network must have carried the run between hosts: with efa or tcp the run stops (exit 4) unless that is proved.",
+        choices=("efa", "tcp", "any"),
     )
+    nics_per_host: int | None = setting(None, "EFA interfaces that NCCL must use on each host. None: at least one.", at_least=1)
+    gpu_direct: bool = setting(False, "With efa: demand GPUDirect RDMA. Only p4d, p5 and their like have it; g6 never does.")
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -136,7 +140,8 @@ def not_divisible(tokens_per_step: int, sequence_length: int) -> str:
 # What may change between two starts of the same run without making it another run: where and how it runs, not what it computes.
 FREE_TO_CHANGE = frozenset(
     """run storage data sequenceLength steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing compile lossChunk
-    workers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport""".split()
+    workers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport
+    nicsPerHost gpuDirect""".split()
 )
 
 

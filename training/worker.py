@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 import datetime
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +18,19 @@ from transformers import PretrainedConfig
 
 from training import checkpoint, loop, model, parallel, plan, schema
 from training.data import Batches, PreparedData, eval_batches, open_data
-from training.errors import BadInput, JobError
+from training.errors import BadInput, JobError, TransportNotProven
 from training.export import export
 from training.flops import ModelShape, mfu
 from training.record import RunRecord, StepMetrics, open_run, refuse_another
 from training.settings import Settings, identity, not_divisible, run_name
 from training.storage import Place, place
+from training.transport import gate
+from training.transport.verdict import Expectation, ExpectedBytes
 from training.world import World
+
+
+# A run that checkpoints seldom is judged in between, so that a network lost on the way is found within minutes.
+JUDGE_EVERY_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +115,11 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     start_step = found.step if found else 0
     record = world.on_main(lambda: _open_record(job, world, start_step, choice))
     attempt = world.broadcast(record.attempt if record else 0)
+    network = Network(job, world, choice, attempt, say)
     checkpoints = checkpoint.Checkpointer(job.folder / "checkpoints", world, attempt, settings.keep_checkpoints, asynchronous=world.device.type == "cuda")
     step_done = start_step
     try:
+        network.check()
         if found:
             checkpoints.load(found, net, optimizer)
             say(f"resuming {job.run} from step {found.step} (written by {found.facts['worldSize']} workers, now {world.size})")
@@ -146,13 +157,21 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             say(f"step {done}: held-out loss {loss:.4f}, perplexity {latest['perplexity']:.2f}")
 
         def after_step(done: int) -> None:
-            if eval_rows and (done == job.last_step or (settings.eval_every and done % settings.eval_every == 0)):
+            evaluates = eval_rows > 0 and (done == job.last_step or (settings.eval_every > 0 and done % settings.eval_every == 0))
+            saves = done == job.last_step or done % settings.checkpoint_every == 0
+            # After the first step, so that a run on the wrong network costs one step; then the bytes, whenever something
+            # else than training is about to use the network.
+            if done == start_step + 1 or evaluates or saves or (done % settings.log_every == 0 and network.is_due()):
+                network.judge(done)
+            if evaluates:
                 evaluate(done)
-            if done == job.last_step or done % settings.checkpoint_every == 0:
+            if saves:
                 checkpoints.save(
                     done, net, optimizer, {"run": job.run, "tokens": done * settings.tokens_per_step, "loss": latest["loss"], "identity": job.identity}
                 )
                 hooks.on_checkpoint(done, latest)
+            if evaluates or saves:
+                network.mark(done)
             checkpoints.poll()
 
         if start_step < job.last_step:
@@ -166,14 +185,80 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         step_done = max(start_step, job.last_step)
         if settings.export:
             export(net, job.data.tokenizer_folder, job.folder / "model", world, eos_token_id=job.data.manifest.eos_token_id)
-    except Exception as error:
+    except Exception as raised:
+        error = network.explain(raised)
         if record is not None:
             with contextlib.suppress(OSError):  # the storage may be what failed; the error itself must be the one that is told
                 record.close("failed", step_done, f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}")
-        raise
+        raise error from raised if error is not raised else None
     if record is not None:
         record.close("done" if step_done >= settings.steps else "stopped", step_done)
-    return {"run": job.run, "folder": str(job.folder), "step": step_done, "resumedFrom": start_step if found else None, **latest}
+    return {"run": job.run, "folder": str(job.folder), "step": step_done, "resumedFrom": start_step if found else None, "transport": network.line, **latest}
+
+
+class Network:
+    """Proves, while the run goes on, which network carries it. Its methods are collectives, but for :meth:`explain`."""
+
+    def __init__(self, job: Checked, world: World, choice: plan.Choice, attempt: int, say: Callable[[str], None]) -> None:
+        settings = job.settings
+        self.world, self.say, self.file = world, say, job.folder / "verdict.json"
+        self.expected = Expectation(settings.transport, len(world.hosts), world.size, settings.nics_per_host, settings.gpu_direct)
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        # This host's own folder: NCCL writes there all the time. Left in place, for whoever wants to read NCCL's own words.
+        logs = Path(tempfile.gettempdir()) / f"nccl-logs-{os.getuid()}"
+        self.started = gate.start(self.expected, logs, job.run, attempt, world.rank, world.local_rank, backend)
+        cluster = plan.Cluster(len(world.hosts), world.local_size, plan.machine("cpu", compute_bytes=_compute_dtype(settings, world).itemsize))
+        # Expected bytes are those of NCCL's rings; gloo moves the same data by other ways.
+        self.bytes_per_step = (
+            plan.between_hosts_bytes(_shape(job), cluster, choice, settings.tokens_per_step, job.sequence_length)
+            if backend == "nccl" and len(world.hosts) > 1
+            else None
+        )
+        self.line: str | None = None
+        self.marked_at: int | None = None
+        self.judged_at = time.monotonic()
+
+    def check(self) -> None:
+        """What each host must have before NCCL starts. Raises TransportNotProven on all ranks."""
+        checks = self.world.gather(self.started.checks)
+        missing = [f"{p.host}: {check.saw}; {check.do}" for p in checks if p is not None for check in p.checks if not check.ok]
+        if missing:
+            more = f" ({len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise TransportNotProven(f"transport = efa, but {missing[0]}{more}")
+
+    def is_due(self) -> bool:
+        """Whether the last verdict is older than JUDGE_EVERY_SECONDS, by rank 0's clock."""
+        return self.world.broadcast(time.monotonic() - self.judged_at > JUDGE_EVERY_SECONDS)
+
+    def judge(self, done: int) -> None:
+        """Judges all ranks, writes verdict.json, and raises TransportNotProven on all of them unless the verdict lets the run go on."""
+        expected_bytes = None
+        if self.bytes_per_step is not None and self.marked_at is not None and done > self.marked_at:
+            expected_bytes = ExpectedBytes(self.bytes_per_step * (done - self.marked_at))
+        found = gate.judge_now(self.started, self.expected, self.world.gather, expected_bytes)
+        self.world.on_main(lambda: self.file.write_json(found.as_dict()))
+        if self.line != found.line():
+            self.line = found.line()
+            self.say(self.line)
+        gate.stop_unless_proven(found)
+        self.judged_at = time.monotonic()
+        self.mark(done)
+
+    def mark(self, done: int) -> None:
+        """Starts the count of bytes anew after step ``done``."""
+        self.started, self.marked_at = gate.mark(self.started), done
+
+    def explain(self, error: Exception) -> Exception:
+        """``error``, or what it means where NCCL, told to use EFA and nothing else, could not start."""
+        if self.line is not None or self.expected.transport != "efa" or isinstance(error, JobError):
+            return error
+        found = gate.judge_reports([gate.report(self.started)], self.expected, self.started.run, self.started.attempt)
+        if found.ok:
+            return error
+        if self.world.is_main:
+            with contextlib.suppress(OSError):
+                self.file.write_json(found.as_dict())
+        return TransportNotProven(f"{gate.failure(found)}. It stopped with: {error}")
 
 
 def _silent(_text: str) -> None:

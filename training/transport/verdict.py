@@ -61,7 +61,7 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The document of DESIGN's verdict.json; :meth:`as_dict` writes it. ``bytes`` is the byte layer alone: pass, fail or unproven."""
+    """The content of verdict.json; :meth:`as_dict` writes it. ``bytes`` is the byte layer alone: pass, fail or unproven."""
 
     run: str
     attempt: int
