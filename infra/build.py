@@ -160,9 +160,12 @@ def _auto_stop(name: str, stack: Stack, known: facts.Facts, now: datetime.dateti
 
 def _say(stack: Stack, known: facts.Facts, zones: facts.Zones) -> None:
     """What a person should read before the money starts: whose account, which zone, and what is left to AWS's defaults."""
-    pulumi.log.info(f"account {known.account}, region {known.region}, nodes in {zones.nodes}, control plane in {' and '.join(zones.control_plane)}")
+    pulumi.log.info(f"account {known.account}, region {known.region}" + (f", nodes in {stack.zone}" if stack.zone else ""))
     if stack.zone is None:
-        pulumi.log.info(f"{PROJECT}:network.zone is not set: {zones.nodes} is used at creation and kept; `python -m ops doctor --pin` writes it down")
+        pulumi.log.info(
+            f"{PROJECT}:network.zone is not set: a new stack takes {zones.nodes} and keeps it, an existing one stays where it is (output `zone`);"
+            " `python -m ops doctor --pin` writes it down"
+        )
     unpinned = [what for what, pin in (("AMI release", stack.pins.ami_release), ("image digest", stack.pins.image_digest or stack.ray.image)) if not pin]
     unpinned += [f"add-on {addon}" for addon in (*NODE_ADDONS, "coredns") if addon not in stack.pins.addons]
     if unpinned:

@@ -86,7 +86,7 @@ def test_up_creates_everything_in_one_go(round_trip: Round) -> None:
 
 
 def test_up_tells_account_zone_pins_cost_and_stop_time(round_trip: Round) -> None:
-    for text in ("account 123456789012, region us-west-2, nodes in us-west-2a", "not pinned:", "costPerHour", "stopsAt", "kubeconfigCommand"):
+    for text in ("account 123456789012, region us-west-2", "a new stack takes us-west-2a", "not pinned:", "costPerHour", "stopsAt", "kubeconfigCommand"):
         assert text in round_trip.up
 
 
@@ -246,6 +246,24 @@ def test_another_instance_type_and_size_come_with_one_up(new_account: Callable[.
     account.destroy(simulation=quotas)
     report = account.report()
     assert (report["leftovers"], report["findings"]) == ([], [])
+
+
+def changed(text: str) -> list[str]:
+    """The lines of a summary that say what an update did."""
+    assert re.search(r"^ +\d+ unchanged", text, re.M), text
+    return re.findall(r"^ +[+~-]+ ?\d+ (?:created|updated|deleted|replaced)$", text, re.M)
+
+
+def test_fr03_the_chosen_zone_stays_when_aws_offers_others_and_writing_it_down_changes_nothing(new_account: Callable[..., Account]) -> None:
+    unpinned = {"storage": {"onDestroy": "delete"}, "budget": {"stopAfter": "8h"}}
+    account = new_account(unpinned)
+    assert "a new stack takes us-west-2a" in account.up()
+    elsewhere = account.up(simulation={"offerings": {"us-west-2": {"g6.12xlarge": ["b", "c"]}}})
+    assert "a new stack takes us-west-2b" in elsewhere, "the case is real: the program would choose another zone now"
+    assert changed(elsewhere) == []
+    assert re.search(r'zone +: "us-west-2a"', elsewhere), "the output tells the zone that is"
+    account.configure({"network": {"zone": "us-west-2a"}})
+    assert changed(account.up()) == []
 
 
 def test_another_zone_moves_the_nodes_and_keeps_the_control_plane(new_account: Callable[..., Account]) -> None:

@@ -163,7 +163,7 @@ def test_the_control_plane_is_in_two_zones_and_in_subnets_of_its_own():
 def test_a_zone_chosen_by_the_program_is_kept_and_said():
     graph = default()
     assert all(list(s.request.ignoreChanges) == ["availabilityZone"] for s in graph.of(SUBNET))
-    assert any("network.zone is not set: us-west-2a is used at creation and kept" in line for line in graph.logs)
+    assert any("network.zone is not set: a new stack takes us-west-2a and keeps it" in line for line in graph.logs)
 
 
 def test_a_zone_named_by_the_stack_can_be_changed_by_the_stack():
