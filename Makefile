@@ -3,7 +3,7 @@ PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-training test-program clean
+.PHONY: demo test test-training test-program test-aws-sim clean
 
 # Two environments: torch's gigabytes have no place where `pulumi up` runs.
 T := .venv/bin/python
@@ -25,6 +25,12 @@ test-training: .venv/test-ready
 test-program: .venv-pulumi/test-ready
 	$(P) -m mypy config.py versions.py prices.py infra __main__.py
 	$(P) -m pytest tests/graph
+
+# The real Pulumi engine against a simulated AWS. LAB: the folder that holds both, and builds the engine's command line on first use.
+LAB ?= ../shared/lab
+test-aws-sim: .venv-pulumi/test-ready
+	$(LAB)/build pulumi
+	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/aws_sim
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'

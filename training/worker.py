@@ -28,7 +28,6 @@ from training.transport import gate
 from training.transport.verdict import Expectation, ExpectedBytes
 from training.world import World
 
-
 # A run that checkpoints seldom is judged in between, so that a network lost on the way is found within minutes.
 JUDGE_EVERY_SECONDS = 600.0
 
@@ -223,7 +222,9 @@ class Network:
         checks = self.world.gather(self.started.checks)
         missing = [f"{p.host}: {check.saw}; {check.do}" for p in checks if p is not None for check in p.checks if not check.ok]
         if missing:
-            more = f" ({len(missing) - 1} more)" if len(missing) > 1 else ""
+            found = gate.judge_now(self.started, self.expected, self.world.gather)
+            self.world.on_main(lambda: self.file.write_json(found.as_dict()))
+            more = f" ({len(missing) - 1} more in verdict.json)" if len(missing) > 1 else ""
             raise TransportNotProven(f"transport = efa, but {missing[0]}{more}")
 
     def is_due(self) -> bool:

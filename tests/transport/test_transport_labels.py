@@ -103,8 +103,8 @@ LABELLED = {
     "intra-host: one pod": ("intra-host", lines_of(run((A,), 4))),
     "intra-host: one pod that chose sockets": ("intra-host", lines_of(run((A,), 4, network="Socket"))),
     "intra-host: eight devices, some ranks shown": ("intra-host", lines_of([r for r in run((A,), 8) if r.rank in (0, 7)])),
-    "intra-host: sockets inside one host": (
-        "intra-host",
+    "tcp: sockets inside one host": (
+        "tcp",
         lines_of(plus(without(run((A,), 2, network="Socket"), "SHM"), 0, "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0")),
     ),
     "unknown: nothing of NCCL's": ("unknown", ["step 10 loss 2.4", "NCCL version 2.29.7+cuda13.0"]),
@@ -182,8 +182,9 @@ def test_the_shared_samples_of_the_fact_sheets_are_labelled_right() -> None:
     assert len(samples) >= 24
 
 
-def test_real_logs_of_one_host_are_intra_host_even_where_sockets_carried_them() -> None:
+def test_real_logs_of_one_host_say_what_carried_them_and_never_pass() -> None:
     files = sorted(SHARED.glob("nccl-real/*.log"))
     if not files:
         pytest.skip("the fact sheets are not beside this checkout")
-    assert {f.name: observe(read_files([f])) for f in files} == {f.name: "intra-host" for f in files}
+    assert {f.name: observe(read_files([f])) for f in files} == {f.name: "tcp" if "socket" in f.name else "intra-host" for f in files}
+    assert all(judge(read_files([f]), Expectation(demand)).outcome == "fail" for f in files for demand in ("efa", "tcp")), "one host proves no network"

@@ -169,7 +169,8 @@ def observe(evidence: Sequence[RankEvidence], expectation: Expectation | None = 
     votes = {vote for r in ranks for vote in _votes(r)}
     net = any(link.transport == "NET" for r in ranks for link in r.links)
     if len(hosts) == 1 and _all_on_one_host(ranks, expectation):
-        return "intra-host"
+        # NCCL without shared memory sends through sockets inside a host too: slow, and worth its name.
+        return "tcp" if {link.network for r in ranks for link in r.links if link.transport == "NET"} == {SOCKET} else "intra-host"
     if len(votes) > 1 and "tcp" in votes:
         # Without a channel, a network that was only chosen has carried nothing on a single host.
         return "mixed" if net or len(hosts) > 1 else "unknown"
@@ -399,7 +400,7 @@ def _channels(ranks: Sequence[RankEvidence], expectation: Expectation, observed:
 def _host_count(ranks: Sequence[RankEvidence], expectation: Expectation, observed: str) -> list[Reason]:
     hosts = _hosts(ranks)
     if len(hosts) < 2:
-        sure = observed == "intra-host"
+        sure = observed == "intra-host" or _all_on_one_host(ranks, expectation)
         saw = "one host: all ranks ran on it, so nothing crossed a network" if sure else "evidence of one host only"
         do = "spread the ranks over two hosts or more, or set transport to any" if sure else "give the output of every host's ranks"
         return [Reason("hosts", f"host {hosts[0]}", saw, do, against=sure)]
@@ -583,7 +584,7 @@ def _carried(ranks: Sequence[RankEvidence], observed: str) -> str:
     hosts = _hosts(r for r in ranks if _speaks(r))
     gloo = bool(ranks) and all(r.backend == "gloo" for r in ranks)
     between = f"between {' and '.join(hosts)}" if len(hosts) <= 3 else f"between {len(hosts)} hosts"
-    if observed == "intra-host":
+    if observed == "intra-host" or (observed == "tcp" and len(hosts) == 1):
         carriers = sorted({k.transport if k.transport != "NET" else f"NET/{k.network}" for r in ranks for k in r.links}) or (["gloo"] if gloo else [])
         place = f"inside host {hosts[0]}" if len(hosts) == 1 else f"inside each of {len(hosts)} hosts"
         return f"carried {place}" + (f" by {', '.join(carriers)}" if carriers else "") + "; nothing crossed a network"
