@@ -22,7 +22,16 @@ from training.storage import Place
 from training.world import World
 
 
-def export(model: Any, tokenizer: Place, target: Place, world: World, *, eos_token_id: int, shard_bytes: int = 4 * 2**30) -> None:
+def export(
+    model: Any,
+    tokenizer: Place,
+    target: Place,
+    world: World,
+    *,
+    eos_token_id: int,
+    generation: GenerationConfig | None = None,
+    shard_bytes: int = 4 * 2**30,
+) -> None:
     """Writes ``target`` (a run's ``model/``) so that ``from_pretrained`` loads it. A collective; rank 0 writes.
 
     Weights are gathered one tensor at a time and written once ``shard_bytes`` of them are together: no host holds the model a
@@ -52,7 +61,7 @@ def export(model: Any, tokenizer: Place, target: Place, world: World, *, eos_tok
             if files.is_sharded:
                 index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
                 (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-            _write_configuration(model, tokenizer, folder, eos_token_id)
+            _write_configuration(model, tokenizer, folder, eos_token_id, generation)
             _put(folder, target)
 
         world.on_main(lambda: _explain(finish, target))
@@ -81,7 +90,7 @@ def _scratch(target: Place, world: World) -> Iterator[Path | None]:
         yield Path(folder)
 
 
-def _write_configuration(model: Any, tokenizer: Place, folder: Path, eos_token_id: int) -> None:
+def _write_configuration(model: Any, tokenizer: Place, folder: Path, eos_token_id: int, given: GenerationConfig | None) -> None:
     config = type(model.config)(**model.config.to_dict())
     config.dtype = torch.bfloat16  # transformers 5 loads in the type written here
     config.use_cache = True
@@ -89,8 +98,7 @@ def _write_configuration(model: Any, tokenizer: Place, folder: Path, eos_token_i
     if config.eos_token_id is None:
         config.eos_token_id = eos_token_id
     config.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
-    generation = GenerationConfig.from_model_config(config) if generation is None else GenerationConfig.from_dict(generation.to_dict())
+    generation = given or GenerationConfig.from_model_config(config)
     if generation.eos_token_id is None:
         generation.eos_token_id = eos_token_id
     if generation.pad_token_id is None:

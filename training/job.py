@@ -33,6 +33,7 @@ def run(settings: Settings, launcher: str = "auto", say: Callable[[str], None] =
     if launcher == "auto":
         launcher = "torchrun" if "RANK" in os.environ else "ray"
     job = worker.check(settings)
+    worker.check_tokenizer(job)
     try:
         if launcher == "ray":
             from training import launch_ray

@@ -3,50 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow.fs as pafs
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from training.errors import BadInput
 from training.loss import add_token_loss
 from training.settings import ModelSettings
 from training.sizes import NAMED_SIZES
-from training.storage import as_local_folder, place
+from training.storage import place, redacted
 from training.world import World
+
+# Files beside the weights are smaller than this, weights larger: what only needs the former must not fetch gigabytes.
+_WEIGHTS_BYTES = 64 * 2**20
 
 
 @contextlib.contextmanager
-def _pretrained_source(source: str) -> Iterator[str]:
-    """``source`` as something that from_pretrained takes: a hub id as it is, a folder, or a local copy of what a URI holds."""
-    if "://" in source:
-        where = place(source)
-        if not (where / "config.json").exists():
-            raise BadInput(f"model.pretrained = {source}: no config.json there; give the folder of a model in Hugging Face format")
-        with as_local_folder(where) as folder:
-            yield str(folder)
+def pretrained_source(source: str, weights: bool) -> Iterator[str]:
+    """``source`` as something that from_pretrained takes: a hub id as it is, a folder, or a local copy of what a URI holds.
+
+    The copy has no large file unless ``weights``. Raises BadInput where a folder or URI holds no model.
+    """
+    folder = source.startswith((".", "/", "~")) or Path(source).exists()
+    if "://" not in source and not folder:
+        yield source
         return
-    if source.startswith((".", "/", "~")) or Path(source).exists():
-        folder = Path(source).expanduser()
-        if not (folder / "config.json").is_file():
-            raise BadInput(f"model.pretrained = {source}: no config.json there; give the folder of a model in Hugging Face format, or a hub id")
-        yield str(folder)
+    where = place(source)
+    if not (where / "config.json").exists():
+        raise BadInput(f"model.pretrained = {redacted(source)}: no config.json there; give the folder of a model in Hugging Face format, or a hub id")
+    if where.local:
+        yield where.path
         return
-    yield source
+    with tempfile.TemporaryDirectory() as scratch:
+        for item in where.children():
+            if item.is_file and (weights or item.size < _WEIGHTS_BYTES):
+                pafs.copy_files(item.path, f"{scratch}/{item.base_name}", source_filesystem=where.fs)
+        yield scratch
 
 
 def load_config(settings: ModelSettings, vocab_size: int) -> PretrainedConfig:
     """The model's configuration. A random model takes ``vocab_size`` (of the data's tokenizer) unless it names its own."""
     if settings.pretrained is not None:
-        with _pretrained_source(settings.pretrained) as source:
+        with pretrained_source(settings.pretrained, weights=False) as source:
             try:
                 return cast(PretrainedConfig, AutoConfig.from_pretrained(source))
             except (OSError, ValueError) as error:
-                raise BadInput(f"model.pretrained = {settings.pretrained}: {_first_line(error)}; give a hub id, a folder or an s3:// URI") from error
+                raise BadInput(f"model.pretrained = {redacted(settings.pretrained)}: {_first_line(error)}; give a hub id, a folder or an s3:// URI") from error
     if isinstance(settings.random, str):
         if settings.random not in NAMED_SIZES:
             raise BadInput(f"model.random = {settings.random}: no such size; known: {', '.join(NAMED_SIZES)}")
@@ -60,6 +69,17 @@ def load_config(settings: ModelSettings, vocab_size: int) -> PretrainedConfig:
         return AutoConfig.for_model(model_type, **raw)
     except Exception as error:  # transformers and huggingface_hub raise classes of their own, per key, for a bad value
         raise BadInput(f"model.random: {_first_line(error)}") from error
+
+
+def load_generation_config(settings: ModelSettings) -> GenerationConfig | None:
+    """How the pretrained model's makers want it to write (its generation_config.json); None where there is none."""
+    if settings.pretrained is None:
+        return None
+    with pretrained_source(settings.pretrained, weights=False) as source:
+        try:
+            return GenerationConfig.from_pretrained(source)
+        except (OSError, ValueError):  # a model need not have one
+            return None
 
 
 def check_config(config: PretrainedConfig, *, vocab_size: int, sequence_length: int) -> None:
@@ -109,16 +129,17 @@ def full_weights(settings: ModelSettings, config: PretrainedConfig, seed: int) -
             torch.manual_seed(seed)
             drawn: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
             return dict(drawn.state_dict())
-    with _pretrained_source(settings.pretrained) as source:
+    with pretrained_source(settings.pretrained, weights=True) as source:
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
             model, report = loaded
         except (OSError, ValueError, RuntimeError) as error:
-            raise BadInput(f"model.pretrained = {settings.pretrained}: {_first_line(error)}") from error
+            raise BadInput(f"model.pretrained = {redacted(settings.pretrained)}: {_first_line(error)}") from error
         if report["missing_keys"] or report["mismatched_keys"]:
             names = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
             raise BadInput(
-                f"model.pretrained = {settings.pretrained}: {len(names)} weights are missing or of another shape ({names[0]}, ...); the files are not whole"
+                f"model.pretrained = {redacted(settings.pretrained)}: {len(names)} weights are missing or of another shape ({names[0]}, ...);"
+                " the files are not whole, fetch them again"
             )
         return dict(model.state_dict())
 

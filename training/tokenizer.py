@@ -14,11 +14,11 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow
 import pyarrow.fs as pafs
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from training.errors import BadInput
 from training.packing import joined, little_endian
@@ -51,20 +51,23 @@ ENCODED = pyarrow.schema(
 def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of at most ``vocab_size`` tokens, learnt from ``texts``; the same texts always give the same one.
 
-    Every text can be written in it (each byte is a token), and END_OF_TEXT is both its EOS and its padding token.
+    Every text can be written in it (each byte is a token; composed characters are normalised to NFC), and END_OF_TEXT is both its
+    EOS and its padding token. It cuts words as Qwen2's does, and is one: transformers reads any tokenizer beside a qwen2 model by that
+    class's rules, so that one of other rules would come out of an export with other tokens.
     """
-    from transformers import PreTrainedTokenizerFast
+    from transformers import Qwen2Tokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    rules: Any = Qwen2Tokenizer().backend_tokenizer
+    learning = Tokenizer(models.BPE())
+    learning.normalizer, learning.pre_tokenizer = rules.normalizer, rules.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    made: Any = PreTrainedTokenizerFast  # its constructor has no annotations
-    fast: PreTrainedTokenizerFast = made(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
-    return fast
+    learning.train_from_iterator(texts, trainer)
+    learnt = json.loads(learning.to_str())["model"]
+    merges: Any = [tuple(pair) for pair in learnt["merges"]]
+    made: Any = Qwen2Tokenizer(vocab=learnt["vocab"], merges=merges, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return cast("PreTrainedTokenizerFast", made)
 
 
 def load(name: str) -> PreTrainedTokenizerFast:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from training import checkpoint, loop, model, parallel, plan, schema
+from training import checkpoint, loop, model, parallel, plan, schema, tokenizer
 from training.data import Batches, PreparedData, eval_batches, open_data
 from training.errors import BadInput, JobError, TransportNotProven
 from training.export import export
 from training.flops import ModelShape, mfu
 from training.record import RunRecord, StepMetrics, open_run, refuse_another
 from training.settings import Settings, identity, not_divisible, run_name
-from training.storage import Place, place
+from training.storage import Place, place, redacted
 from training.transport import gate
 from training.transport.verdict import Expectation, ExpectedBytes
 from training.world import World
@@ -84,6 +84,22 @@ def check(settings: Settings) -> Checked:
     except OSError as error:
         raise BadInput(f"storage = {settings.storage}: can't be read ({error}); give a folder or bucket that you may write to") from error
     return Checked(settings, data, config, run, storage / run, deciding)
+
+
+def check_tokenizer(job: Checked) -> None:
+    """Refuses data that was tokenised for another model than the pretrained one; a model without a tokenizer is not held against it. Raises BadInput."""
+    if job.settings.model.pretrained is None:
+        return
+    with model.pretrained_source(job.settings.model.pretrained, weights=False) as source:
+        try:
+            own = tokenizer.load(source)
+        except BadInput:
+            return
+    if tokenizer.fingerprint(own) != job.data.manifest.tokenizer_hash:
+        raise BadInput(
+            f"data = {redacted(job.settings.data)} was not tokenised with the tokenizer of model.pretrained = {redacted(job.settings.model.pretrained)};"
+            " prepare it again with that one"
+        )
 
 
 def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
@@ -183,7 +199,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         checkpoints.wait()
         step_done = max(start_step, job.last_step)
         if settings.export:
-            export(net, job.data.tokenizer_folder, job.folder / "model", world, eos_token_id=job.data.manifest.eos_token_id)
+            generation = world.on_main(lambda: model.load_generation_config(settings.model))
+            export(net, job.data.tokenizer_folder, job.folder / "model", world, eos_token_id=job.data.manifest.eos_token_id, generation=generation)
     except Exception as raised:
         error = network.explain(raised)
         if record is not None:
@@ -236,6 +253,7 @@ class Network:
         expected_bytes = None
         if self.bytes_per_step is not None and self.marked_at is not None and done > self.marked_at:
             expected_bytes = ExpectedBytes(self.bytes_per_step * (done - self.marked_at))
+        self._settle()
         found = gate.judge_now(self.started, self.expected, self.world.gather, expected_bytes)
         self.world.on_main(lambda: self.file.write_json(found.as_dict()))
         if self.line != found.line():
@@ -247,7 +265,12 @@ class Network:
 
     def mark(self, done: int) -> None:
         """Starts the count of bytes anew after step ``done``."""
+        self._settle()
         self.started, self.marked_at = gate.mark(self.started), done
+
+    def _settle(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # the steps that were counted must have left the host
 
     def explain(self, error: Exception) -> Exception:
         """``error``, or what it means where NCCL, told to use EFA and nothing else, could not start."""

@@ -250,3 +250,52 @@ def test_a_worker_lost_too_often_ends_with_exit_3_and_the_next_start_goes_on(
     summary = start(data, tmp_path, steps=40, export=False)
     assert summary["resumedFrom"] == int(kept[-1][5:13])
     assert losses(tmp_path / "r") == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The export of a finished run, and its last loss."""
+    folder = tmp_path_factory.mktemp("trained")
+    summary = start(data, folder, steps=20)
+    return folder / "r" / "model", summary["loss"]
+
+
+def test_a_pretrained_model_goes_on_from_its_weights(data: Path, tmp_path: Path, trained: tuple[Path, float]) -> None:
+    model, loss = trained
+    (tmp_path / "copy").mkdir()
+    for file in model.iterdir():
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    generation = json.loads((tmp_path / "copy" / "generation_config.json").read_text())
+    (tmp_path / "copy" / "generation_config.json").write_text(json.dumps({**generation, "temperature": 0.25, "do_sample": True}))
+    summary = start(data, tmp_path, model={"pretrained": str(tmp_path / "copy")}, steps=2, learningRate=1e-5)
+    assert losses(tmp_path / "r")[1] == pytest.approx(loss, rel=0.05), "the first loss must be about the last one of the run before"
+    written = json.loads((tmp_path / "r" / "model" / "generation_config.json").read_text())
+    assert written["temperature"] == 0.25, "how its makers want it to write must come along"
+    assert summary["step"] == 2
+
+
+def test_a_pretrained_model_with_weights_missing_is_refused(data: Path, tmp_path: Path, trained: tuple[Path, float]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in trained[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(JobError) as error:
+        start(data, tmp_path / "runs", model={"pretrained": str(tmp_path)})
+    assert error.value.exit_code == 2
+    assert "model.norm.weight" in str(error.value)
+
+
+def test_data_of_another_tokenizer_is_refused_for_a_pretrained_model(data: Path, tmp_path: Path, trained: tuple[Path, float]) -> None:
+    from training import tokenizer
+
+    for file in trained[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer.save(tokenizer.train(["quite another text, of other words"] * 20, 290), place(str(tmp_path)))
+    with pytest.raises(JobError) as error:
+        start(data, tmp_path / "runs", model={"pretrained": str(tmp_path)})
+    assert error.value.exit_code == 2
+    assert "not tokenised with the tokenizer of model.pretrained" in str(error.value)
+    assert not (tmp_path / "runs").exists(), "nothing may have been started"

@@ -57,3 +57,6 @@ def test_a_run_lives_on_s3_from_data_to_export(data: Path, tmp_path: Path, endpo
     markers = [json.loads(fs.open_input_stream(f"bucket/runs/r/{name}").read()) for name in names if name.endswith("complete.json")]
     assert sorted(marker["step"] for marker in markers) == [6, 8] or sorted(marker["step"] for marker in markers) == [5, 8], "the last two are kept"
     assert not [name for name in names if "probe" in name], "the probe must be gone"
+
+    tuned = start(Path("unused"), tmp_path, data=source, storage=storage, run="tuned", steps=2, model={"pretrained": f"s3://bucket/runs/r/model{query}"})
+    assert tuned["loss"] < lines[0]["loss"] - 0.1, "it must begin with the weights that were trained"
