@@ -160,3 +160,18 @@ def test_the_run_name_follows_what_decides_the_result_only() -> None:
 
 def test_the_identity_holds_no_setting_that_is_free_to_change() -> None:
     assert not FREE_TO_CHANGE & set(identity(parse(), "hash"))
+
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "training" / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_every_example_is_accepted(file: Path) -> None:
+    if file.stem.startswith("job-"):
+        settings = load(str(file))
+        assert settings.tokens_per_step % 256 == 0
+    else:
+        from training.prepare import PrepareSettings
+
+        schema.parse(PrepareSettings, schema.read_file(str(file)))
+    assert len(EXAMPLES) >= 4, "the examples must be found"
