@@ -152,3 +152,23 @@ def _through_pyarrow(world: World, folder: str) -> list[str]:
     for name, p in net.named_parameters():
         assert torch.equal(p.full_tensor(), before[name]), f"{name} must come back"
     return [item.folder.path for item in checkpoint.find(store)]
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+    before, after = zip(*run_ranks(2, _random_numbers, str(tmp_path)), strict=True)
+    assert before == after, "what is drawn after a resume must be what would have been drawn without it"
+    assert before[0] != before[1], "ranks draw different numbers"
+
+
+def _random_numbers(world: World, folder: str) -> tuple[list[float], list[float]]:
+    import torch
+
+    _, net, optimizer = build(world, Case())
+    torch.manual_seed(100 + world.rank)
+    checkpoints = checkpoint.Checkpointer(place(folder) / "checkpoints", world, 1, 2, asynchronous=False)
+    checkpoints.save(1, net, optimizer, {})
+    before = torch.rand(3).tolist()
+    found = checkpoint.latest(place(folder) / "checkpoints", world, print)
+    assert found is not None
+    checkpoints.load(found, net, optimizer)
+    return before, torch.rand(3).tolist()
