@@ -12,7 +12,7 @@ import difflib
 import ipaddress
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import versions
@@ -20,6 +20,7 @@ from training import schema
 from training.errors import BadInput as BadInput
 from training.schema import setting
 from training.settings import Settings
+from training.transport import preflight
 
 PROJECT = "ray-train-efa"
 
@@ -37,6 +38,13 @@ SYSTEM_DISK_FLOOR_GIB = 100
 GPU_DISK_FLOOR_GIB = 200
 # Current Ray takes about 2.7 GiB on an idle head (github.com/ray-project/kuberay/pull/4288).
 HEAD_MEMORY_FLOOR_GIB = 4.0
+
+MEMORY = r"\d+(\.\d+)?(Gi|Mi)"
+CHART_KEYS = ("chart", "repository", "version", "image")
+# What must not be stored as plain text: `pulumi config set --secret`. Kept out of Stack, so that no message can show it.
+SECRETS = ("huggingFaceToken", "s3AccessKeyId", "s3SecretAccessKey")
+# A job's packages come beside the image's; these decide the result and the transport, so they stay the image's.
+IMAGE_PACKAGES = frozenset(("torch", "ray", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13"))
 
 ZONE = re.compile(r"[a-z]{2}(-[a-z]+)+-\d[a-z]")
 INSTANCE_TYPE = re.compile(r"[a-z][a-z0-9-]*\.[a-z0-9-]+")
@@ -171,18 +179,26 @@ class Ray:
     image: str | None = setting(None, "Image of head and workers, by digest or fixed tag. None: the Deep Learning Container of versions.py.")
     head_memory: str = setting("8Gi", "Memory of the Ray head (Gi or Mi).")
     head_cpu: int = setting(2, "CPUs of the Ray head.", at_least=1)
-    charts: dict[str, Any] | None = setting(None, "Chart name to {repository, version, image}: for clusters without internet access.")
+    workers: int | None = setting(None, "Worker pods on an existing cluster; 1 where nothing is said. On EKS each GPU node has one.", at_least=1)
+    worker_cpu: float = setting(1.0, "CPUs of a worker pod on an existing cluster. On EKS a worker has all that its node can give.", above=0)
+    worker_memory: str = setting("4Gi", "Memory of a worker pod on an existing cluster (Gi or Mi).")
+    charts: dict[str, Any] | None = setting(None, "Chart name to {chart, repository, version, image}: for clusters without internet access.")
 
     def __post_init__(self) -> None:
         problems: list[str] = []
         if self.image is not None and ("@sha256:" not in self.image) and (":" not in self.image.rsplit("/", 1)[-1] or self.image.endswith(":latest")):
             problems.append(f"image = {self.image!r} moves under the running cluster; name a fixed tag or, better, @sha256:...")
-        if not re.fullmatch(r"\d+(\.\d+)?(Gi|Mi)", self.head_memory):
+        if not re.fullmatch(MEMORY, self.worker_memory):
+            problems.append(f"workerMemory = {self.worker_memory!r} is no amount of memory; write 4Gi")
+        if not re.fullmatch(MEMORY, self.head_memory):
             problems.append(f"headMemory = {self.head_memory!r} is no amount of memory; write 8Gi")
         elif self.head_memory_gib < HEAD_MEMORY_FLOOR_GIB:
             problems.append(f"headMemory = {self.head_memory!r} gets the head killed for lack of memory; use {HEAD_MEMORY_FLOOR_GIB:.0f}Gi or more")
         known = sorted(versions.CHARTS)
         problems += [f"charts.{name} is no chart of this project; known: {', '.join(known)}" for name in sorted(set(self.charts or {}) - set(known))]
+        for name, source in sorted((self.charts or {}).items()):
+            if not isinstance(source, Mapping) or set(source) - set(CHART_KEYS) or not all(isinstance(value, str) for value in source.values()):
+                problems.append(f"charts.{name} = {source!r}: a mapping of {', '.join(CHART_KEYS)} to texts expected (image as repository:tag)")
         _raise(problems)
 
     @property
@@ -211,6 +227,12 @@ class Storage:
         choices=("keep", "delete", "protect"),
     )
     checkpoint_days: int | None = setting(None, "Days after which objects under the prefix are deleted. None: never.", at_least=1)
+    endpoint: str | None = setting(
+        None, "On an existing cluster: URL of the S3-compatible store that holds bucket (keys: config s3AccessKeyId, s3SecretAccessKey)."
+    )
+    claim_gib: int | None = setting(None, "On an existing cluster: GiB of a ReadWriteMany volume for runs and data.", at_least=1, key="claimGiB")
+    storage_class: str | None = setting(None, "StorageClass of that volume; it must offer ReadWriteMany. None: the cluster's default.")
+    host_path: str | None = setting(None, "On an existing cluster: a folder of the node for runs and data. All Ray pods are then kept on one node.")
     fsx: Fsx | None = setting(None, "An FSx for Lustre file system in the nodes' zone, for data sets that S3 is too slow for.")
 
     def __post_init__(self) -> None:
@@ -219,9 +241,24 @@ class Storage:
             problems.append(f"bucket = {self.bucket!r} is no bucket name; write it without s3:// and without a folder")
         if self.bucket is not None and self.checkpoint_days is not None:
             problems.append("checkpointDays is for the stack's own bucket; set a lifecycle rule on your bucket instead, or leave bucket out")
+        if self.endpoint is not None and not re.fullmatch(r"https?://[A-Za-z0-9.-]+(:\d+)?/?", self.endpoint):
+            problems.append(f"endpoint = {self.endpoint!r} is no URL of a store; write https://minio.example:9000")
+        if self.endpoint is not None and not self.bucket:
+            problems.append("endpoint needs bucket, the name of a bucket in that store")
+        if self.storage_class is not None and self.claim_gib is None:
+            problems.append("storageClass has no meaning without claimGiB")
+        if self.host_path is not None and not re.fullmatch(r"/[A-Za-z0-9._/-]+", self.host_path):
+            problems.append(f"hostPath = {self.host_path!r} is no absolute folder of a node; write /var/lib/ray-train-efa")
+        if len(self.own_kinds) > 1:
+            problems.append(f"{' and '.join(self.own_kinds)} exclude each other; keep one")
         if not re.fullmatch(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*", self.prefix):
             problems.append(f"prefix = {self.prefix!r} is no folder; write runs or team/runs, without slashes at the ends")
         _raise(problems)
+
+    @property
+    def own_kinds(self) -> tuple[str, ...]:
+        """Which of the kinds of storage for an existing cluster are named."""
+        return tuple(key for key, value in (("endpoint", self.endpoint), ("claimGiB", self.claim_gib), ("hostPath", self.host_path)) if value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +266,9 @@ class Training:
     """``run``: does `pulumi up` start the job; ``settings``: the job's own settings under their file keys (training/settings.py)."""
 
     run: bool = False
+    deadline: datetime.timedelta = datetime.timedelta(days=7)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pip: tuple[str, ...] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -309,6 +349,7 @@ SECTIONS: dict[str, type] = {
     "budget": Budget,
 }
 SCALARS = {"owner": "unset"}
+AROUND_THE_JOB = ("run", "deadline", "environment", "pip")
 KEYS = (*SCALARS, *SECTIONS, "training")
 
 
@@ -319,7 +360,10 @@ def load(values: Mapping[str, Any], region: str | None = None) -> Stack:
     """
     problems: list[str] = []
     for key in values:
-        if key not in KEYS:
+        if key in SECRETS:
+            if not isinstance(values[key], str) or not values[key]:
+                problems.append(f"{PROJECT}:{key} is empty or no text; set it with: pulumi config set --secret {PROJECT}:{key}")
+        elif key not in KEYS:
             near = difflib.get_close_matches(str(key).lower(), [k.lower() for k in KEYS], n=1, cutoff=0.6)
             hint = f"did you mean {PROJECT}:{near[0]}?" if near else f"known: {', '.join(KEYS)}"
             problems.append(f"{PROJECT}:{key} is no setting; {hint}")
@@ -343,18 +387,44 @@ def _training(raw: Any, problems: list[str]) -> Training | None:
     if not isinstance(run, bool):
         problems.append(f"{where}run = {run!r}: true or false expected")
         run = False
-    job = {key: value for key, value in raw.items() if key != "run"}
+    job = {key: value for key, value in raw.items() if key not in AROUND_THE_JOB}
     # Settings that a stopped job still lacks are no problem, but misspelt ones are found at once.
     lacking = {} if run else {"data": "-", "model": {"random": "tiny"}}
     before = len(problems)
     schema.collect(Settings, {**lacking, **job}, where, problems)
-    return Training(run=run, settings=job) if len(problems) == before else None
+    given, environment, pip = raw.get("deadline", "7d"), raw.get("environment", {}), raw.get("pip", [])
+    deadline = _duration(given) if isinstance(given, str) else None
+    if not deadline:
+        problems.append(f"{where}deadline = {given!r} is no time; write 90m, 8h or 2d")
+    if not isinstance(environment, Mapping) or not all(re.fullmatch(r"[A-Za-z_]\w*", str(k)) and isinstance(v, str) for k, v in environment.items()):
+        problems.append(f"{where}environment: a mapping of variable names to texts expected (put numbers in quotes)")
+    if not isinstance(pip, list) or not all(isinstance(item, str) and item for item in pip):
+        problems.append(f"{where}pip = {pip!r}: a list of packages expected, such as [datasets==4.0.0]")
+        pip = []
+    for item in pip:
+        package = re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", item.strip(), maxsplit=1)[0].lower())
+        if package in IMAGE_PACKAGES:
+            problems.append(f"{where}pip: {item!r} would replace the image's {package}; leave it out, or use another image (ray.image)")
+    if len(problems) > before or deadline is None:
+        return None
+    return Training(run=run, settings=job, deadline=deadline, environment=dict(environment), pip=tuple(pip))
 
 
 def _combinations(parts: Mapping[str, Any], training: Training | None, region: str | None) -> list[str]:
     """Problems between sections; a section that is None has been reported already."""
     problems: list[str] = []
     cluster, network, gpu, pins, budget, storage, system = (parts[name] for name in ("cluster", "network", "gpu", "pins", "budget", "storage", "system"))
+    ray = parts["ray"]
+    if ray and storage and cluster and cluster.kind == "create":
+        problems += [f"{PROJECT}:storage.{key} is for an existing cluster; on EKS runs go to the stack's bucket" for key in storage.own_kinds]
+        if ray.workers is not None:
+            problems.append(f"{PROJECT}:ray.workers = {ray.workers} is for an existing cluster; on EKS it is gpu.nodes that counts")
+    own_uri = training is not None and re.match(r"[a-z][a-z0-9+.-]+://", str(training.settings.get("storage", "")))
+    if cluster and cluster.kind == "existing" and storage and not storage.own_kinds and training and training.run and not own_uri:
+        problems.append(
+            f"{PROJECT}:storage: an existing cluster has no bucket of this stack, and a pod's own disk is gone with it;"
+            " name storage.endpoint, storage.claimGiB or storage.hostPath"
+        )
     zone = (network and network.zone) or (pins and pins.zone)
     creating = cluster is not None and cluster.kind == "create"
     if network and pins and network.zone and pins.zone and network.zone != pins.zone:
@@ -393,18 +463,21 @@ def read_stack_file(path: str) -> tuple[dict[str, Any], str | None]:
     return values, found.get("aws:region")
 
 
-def from_pulumi(config: Mapping[str, Any], project: str = PROJECT) -> Stack:
+def from_pulumi(config: Mapping[str, Any], project: str = PROJECT, encrypted: Collection[str] | None = None) -> Stack:
     """The stack of the engine's own configuration map (``namespace:key`` -> text; objects as JSON), which lists every key that is set.
 
-    Raises BadInput.
+    encrypted: the keys that are stored as secrets; None where the caller does not know. Raises BadInput.
     """
+    for key in SECRETS:
+        if f"{project}:{key}" in config and encrypted is not None and f"{project}:{key}" not in encrypted:
+            raise BadInput(f"{PROJECT}:{key} stands in the stack file as plain text; replace it there, and set it with: pulumi config set --secret {key}")
     if project != PROJECT and any(key.startswith(PROJECT + ":") for key in config):
         raise BadInput(f"this project is called {project}, but its stack file has keys of {PROJECT}:; rename them to {project}: (or the project to {PROJECT})")
     values: dict[str, Any] = {}
     for full, text in config.items():
         if full.startswith(project + ":"):
             key = full.removeprefix(project + ":")
-            values[key] = text if key in SCALARS else _json(text)
+            values[key] = text if key in (*SCALARS, *SECRETS) else _json(text)
     return load(values, config.get("aws:region"))
 
 
@@ -415,6 +488,13 @@ def _json(text: Any) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def nccl_environment(transport: str = "any") -> dict[str, str]:
+    """What the gate wants in a worker's environment, less the log file that each rank of a run gets for itself. transport: efa, tcp or any."""
+    found = preflight.environment(transport, "", "", 0, 0)
+    del found["NCCL_DEBUG_FILE"]
+    return found
 
 
 def _raise(problems: list[str]) -> None:

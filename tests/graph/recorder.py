@@ -201,6 +201,8 @@ class Graph:
 
     def edges(self, node: Node) -> set[str]:
         found = set(node.depends) | ({node.parent} if node.parent in self.nodes else set())
+        if node.request is not None and node.request.provider:
+            found.add(node.request.provider.rpartition("::")[0])  # the engine orders by a resource's provider, too
         for urn in list(node.depends):
             target = self.nodes.get(urn)
             if target is not None and not target.custom:

@@ -1,0 +1,135 @@
+"""The training job: its code as a ConfigMap, and the RayJob that runs it, named by a hash of everything that decides the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import config
+from workloads import manifests
+
+CODE = "/code"
+SETTINGS = "settings.json"
+SOURCE_KINDS = (".py", ".yaml")
+# The API server takes 1 MiB an object, keys and metadata included.
+MOST_CODE = 900 * 1024
+# A submitter that finds no place never starts; the operator's own clock runs from the RayJob's creation.
+START_SECONDS = 1800
+
+
+def source_files(package: Path) -> dict[str, str]:
+    """``{"training/job.py": text, ...}`` of a package's folder. Raises BadInput where a file is no text, or all are too much for a ConfigMap."""
+    files: dict[str, str] = {}
+    for path in sorted(package.rglob("*")):
+        if path.suffix in SOURCE_KINDS and path.is_file() and "__pycache__" not in path.parts:
+            name = path.relative_to(package.parent).as_posix()
+            try:
+                files[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise config.BadInput(f"{name} is no UTF-8 text ({error.reason} at byte {error.start}); the job's code must be") from error
+    check_size(files)
+    return files
+
+
+def check_size(files: Mapping[str, str]) -> None:
+    """Raises BadInput, naming the biggest files, where a ConfigMap would not hold them."""
+    sizes = {name: len(text.encode()) for name, text in files.items()}
+    total = sum(sizes.values())
+    if total > MOST_CODE:
+        biggest = ", ".join(f"{name} ({sizes[name] // 1024} KiB)" for name in sorted(sizes, key=lambda name: (-sizes[name], name))[:3])
+        raise config.BadInput(
+            f"the job's code has {total // 1024} KiB, and a ConfigMap holds {MOST_CODE // 1024}; the biggest files are {biggest}:"
+            " move data out of the package, to the run's storage"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that decides a run. settings: the job's own, under their file keys. environment: Ray's runtime environment. deadline: seconds."""
+
+    cluster: str
+    image: str
+    ranks: int
+    settings: Mapping[str, Any]
+    code: Mapping[str, str]
+    environment: Mapping[str, str]
+    pip: tuple[str, ...]
+    deadline: int
+    on_eks: bool
+
+    @property
+    def name(self) -> str:
+        """``train-1f0c9a7be2d4``: the same inputs give the same name, any other input another one."""
+        return f"train-{_digest(dataclasses.asdict(self))}"
+
+    @property
+    def code_name(self) -> str:
+        """The ConfigMap's name, by its content."""
+        return f"training-{_digest(self.files)}"
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What the working directory holds: the package and the settings."""
+        return {**self.code, SETTINGS: json.dumps(dict(self.settings), indent=1, sort_keys=True)}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _key(path: str) -> str:
+    """A ConfigMap's key has no slash."""
+    return path.replace("/", "--")
+
+
+def code_data(job: Job) -> dict[str, str]:
+    """``data`` of the ConfigMap."""
+    return {_key(path): text for path, text in job.files.items()}
+
+
+def ray_job(job: Job) -> dict[str, Any]:
+    """``spec`` of the RayJob (kuberay v1.6.0, ray-operator/apis/ray/v1/rayjob_types.go)."""
+    runtime: dict[str, Any] = {
+        "working_dir": CODE,
+        # A mounted ConfigMap holds everything twice more, in hidden folders with the time of mounting in their names.
+        "excludes": ["/..*"],
+        "env_vars": dict(job.environment),
+        **({"pip": list(job.pip)} if job.pip else {}),
+    }
+    files = [{"key": _key(path), "path": path} for path in sorted(job.files)]
+    return {
+        "submissionMode": "K8sJobMode",
+        "clusterSelector": {"ray.io/cluster": job.cluster},
+        # Interrupted first, so that the run can say where it stopped.
+        "entrypoint": f"timeout --signal=INT --kill-after=120 {job.deadline} python -m training.job --launcher ray --config {SETTINGS}",
+        "runtimeEnvYAML": json.dumps(runtime, sort_keys=True),
+        # With clusterSelector the operator refuses retries; the job restarts its own workers.
+        "backoffLimit": 0,
+        # No ttlSecondsAfterFinished: a job that vanishes would be run again by the next `up`.
+        "shutdownAfterJobFinishes": False,
+        "activeDeadlineSeconds": job.deadline + START_SECONDS,
+        "submitterPodTemplate": {
+            "metadata": {"labels": dict(manifests.SUBMITTER)},
+            "spec": {
+                "restartPolicy": "Never",
+                "automountServiceAccountToken": False,
+                "nodeSelector": manifests.system_nodes(job.on_eks),
+                "containers": [
+                    {
+                        "name": "ray-job-submitter",
+                        "image": job.image,
+                        "imagePullPolicy": "IfNotPresent",
+                        # KubeRay's own template asks for half a CPU and waits for ever on a small node.
+                        "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+                        "securityContext": manifests.restricted(),
+                        "volumeMounts": [{"name": "code", "mountPath": CODE, "readOnly": True}],
+                    }
+                ],
+                "volumes": [{"name": "code", "configMap": {"name": job.code_name, "items": files}}],
+            },
+        },
+    }
