@@ -3,7 +3,7 @@ PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-training test-program test-aws-sim clean
+.PHONY: demo test test-training test-program test-aws-sim test-cluster clean
 
 # Two environments: torch's gigabytes have no place where `pulumi up` runs.
 T := .venv/bin/python
@@ -31,6 +31,10 @@ LAB ?= ../shared/lab
 test-aws-sim: .venv-pulumi/test-ready
 	$(LAB)/build pulumi
 	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/aws_sim
+
+# The real engine on a real Kubernetes: make test-cluster KUBECONFIG=... CLUSTER_IMAGE=... (tests/cluster/real.py says what else may be named).
+test-cluster: .venv-pulumi/test-ready
+	$(P) -m pytest tests/cluster
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'
