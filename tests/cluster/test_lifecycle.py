@@ -1,0 +1,97 @@
+"""`up` to a finished run, `up` again, another job, `destroy` in the middle of a run. The tests go in this order, on one stack."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from real import IMAGE, Stack
+
+pytestmark = pytest.mark.cluster
+
+PORTS = (6379, 8265, 10001)
+# Prints {port: reached} for the host in argv.
+KNOCK = """
+import json, socket, sys
+def reached(port):
+    try:
+        socket.create_connection((sys.argv[1], port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+print(json.dumps({port: reached(port) for port in map(int, sys.argv[2:])}))
+"""
+# Prints the status that the job API answers with no token, a wrong one and the right one.
+ASK = """
+import os, sys, urllib.error, urllib.request
+for token in (None, "wrong", os.environ["RAY_AUTH_TOKEN"]):
+    request = urllib.request.Request(f"http://{sys.argv[1]}:8265/api/jobs/", headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        print(urllib.request.urlopen(request, timeout=10).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+
+
+def pods(stack: Stack, node_type: str) -> list[dict]:
+    return stack.get("pods", "-l", f"ray.io/node-type={node_type}")
+
+
+def head_address(stack: Stack) -> str:
+    return str(pods(stack, "head")[0]["status"]["podIP"])
+
+
+def in_worker(stack: Stack, script: str, *arguments: str) -> str:
+    name = pods(stack, "worker")[0]["metadata"]["name"]
+    return stack.kubectl("-n", stack.namespace, "exec", name, "-c", "ray-worker", "--", "python", "-c", script, *arguments)
+
+
+def job_log(stack: Stack) -> str:
+    return stack.kubectl("-n", stack.namespace, "logs", "-l", "app.kubernetes.io/component=ray-job-submitter", "--tail", "-1", code=None)
+
+
+def test_up_goes_from_nothing_to_a_finished_run(stack: Stack) -> None:
+    stack.train(steps=20)
+    assert "created" in stack.up()
+    status = stack.ended()
+    assert (status["jobStatus"], status["jobDeploymentStatus"]) == ("SUCCEEDED", "Complete"), status.get("message")
+    assert [record["outcome"] for record in stack.run_records().values()] == ["done"]
+
+
+def test_a_second_up_changes_nothing(stack: Stack) -> None:
+    said = stack.up()
+    assert re.search(r"Resources:\s+\d+ unchanged", said), said[-1500:]
+
+
+def test_every_pod_carries_the_image_that_the_stack_names(stack: Stack) -> None:
+    found = [container["image"] for kind in ("head", "worker") for pod in pods(stack, kind) for container in pod["spec"]["containers"]]
+    assert found == [IMAGE] * 3
+
+
+def test_the_clusters_own_pods_reach_each_other_and_a_stranger_reaches_nobody(stack: Stack) -> None:
+    ports = [str(port) for port in PORTS]
+    assert in_worker(stack, KNOCK, head_address(stack), *ports).count("true") == len(PORTS)
+    stranger = stack.on_node(f"{stack.name}-stranger", f"python knock.py {head_address(stack)} {' '.join(ports)}", {"knock.py": KNOCK})
+    assert stranger.count("false") == len(PORTS), stranger
+
+
+def test_a_wrong_token_is_refused_inside_the_fence_too(stack: Stack) -> None:
+    assert in_worker(stack, ASK, head_address(stack)).split() == ["401", "403", "200"]
+
+
+def test_other_settings_are_a_new_job_on_the_same_pods(stack: Stack) -> None:
+    before = {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in pods(stack, kind)}
+    old = stack.job()["metadata"]["name"]
+    stack.train(steps=3000, learningRate=0.001, logEvery=10)
+    stack.up()
+    assert stack.job()["metadata"]["name"] != old
+    assert {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in pods(stack, kind)} == before
+    stack.wait_for("the new job's start", lambda: stack.job().get("status", {}).get("jobStatus") == "RUNNING")
+
+
+def test_destroy_in_the_middle_of_a_run_leaves_nothing(stack: Stack) -> None:
+    assert stack.job()["status"]["jobStatus"] == "RUNNING"
+    stack.destroy()
+    assert stack.kubectl("get", "namespace", stack.namespace, "--ignore-not-found") == ""
+    kinds = "clusterroles,clusterrolebindings,rayclusters,rayjobs"
+    assert stack.name not in stack.kubectl("get", kinds, "--all-namespaces", "-o", "name")
