@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.util.metrics import Gauge
 from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from training import schema, worker
 from training.errors import EXIT_BAD_INPUT, EXIT_TRANSPORT_NOT_PROVEN, BadInput, JobError, TrainingFailed, TransportNotProven
@@ -49,6 +51,14 @@ def connected(cpus_wanted: int, say: Callable[[str], None]) -> Iterator[None]:
         ray.shutdown()
 
 
+def _put(lines: Queue, text: str) -> None:
+    """Hands ``text`` to the terminal. A terminal that is gone is no reason to lose a run: its line then goes to Ray's log of this process."""
+    try:
+        lines.put(text)
+    except ray.exceptions.RayError as error:
+        print(f"{text} (not shown to the person: {_one_line(error)})", file=sys.stderr)  # noqa: T201
+
+
 class _TellsOfRestarts(UserCallback):
     """Runs in Ray Train's controller: a person wants to know that a worker was lost, before the run goes on without a word."""
 
@@ -57,8 +67,9 @@ class _TellsOfRestarts(UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         for rank, error in sorted(worker_exceptions.items())[:1]:
-            self.lines.put(
-                f"worker {rank} failed ({_one_line(error)}); the others are stopped, and the run goes on from its last checkpoint if restarts are left"
+            _put(
+                self.lines,
+                f"worker {rank} failed ({_one_line(error)}); the others are stopped, and the run goes on from its last checkpoint if restarts are left",
             )
 
 
@@ -66,7 +77,9 @@ def run(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Runs to the end and returns rank 0's summary. Raises JobError."""
     with connected(settings.workers * settings.cpus_per_worker, say):
         use_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
-        lines = Queue(actor_options={"num_cpus": 0})
+        # On the driver's own node: on a worker's it would be lost with that node, and the run with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
         # Ray's own bookkeeping of this launch; checkpoints and results are in the run's folder, and resuming needs nothing of Ray's.
         with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch, _spoken(lines, say):
             trainer: Any = TorchTrainer(
@@ -115,7 +128,7 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
 
     world = look_around(ray.train.torch.get_device())
     try:
-        return {"summary": worker.run_rank(settings, world, worker.Hooks(lines.put, on_metrics, on_checkpoint))}
+        return {"summary": worker.run_rank(settings, world, worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint))}
     except JobError as error:
         # Returned and not raised: what a person must mend would only fail again in Ray's restarts.
         return {"error": {"exit_code": error.exit_code, "text": str(error)}}

@@ -252,6 +252,22 @@ def test_a_worker_lost_too_often_ends_with_exit_3_and_the_next_start_goes_on(
     assert losses(tmp_path / "r") == pytest.approx(undisturbed, rel=1e-4)
 
 
+def test_progress_that_nobody_can_hear_does_not_end_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    import ray
+    from ray.util.queue import Queue
+
+    from training import launch_ray
+
+    with launch_ray.connected(1, lambda _: None):
+        lines = Queue(actor_options={"num_cpus": 0})
+        ray.kill(lines.actor)  # as when its node goes
+        launch_ray._put(lines, "step 1")
+        launch_ray._TellsOfRestarts(lines).after_exception(None, {1: RuntimeError("gone")})
+    told = capsys.readouterr().err
+    assert "step 1" in told, "what could not be shown must be in the log"
+    assert "worker 1 failed" in told
+
+
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """The export of a finished run, and its last loss."""
