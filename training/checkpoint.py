@@ -197,7 +197,8 @@ class Checkpointer:
         def mark() -> None:
             files = {Path(info.path).name: info.size for info in folder.children() if Path(info.path).name != MARKER}
             try:
-                (folder / MARKER).write_json({**facts, "step": step, "attempt": self.attempt, "worldSize": self.world.size, "files": files})
+                own = {"step": step, "attempt": self.attempt, "worldSize": self.world.size, "device": self.world.device.type, "files": files}
+                (folder / MARKER).write_json({**facts, **own})
             except OSError as error:
                 raise TrainingFailed(self._sentence(step, f"rank 0: {error}")) from error
             self._prune(step)
@@ -233,8 +234,8 @@ class Checkpointer:
     def load(self, found: Found, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Fills model, optimizer and this rank's random state from ``found``, each rank reading its own part, whatever world wrote it."""
         state = _state(model, optimizer, self.world)
-        if found.facts.get("worldSize") != self.world.size:
-            del state["rng"]  # one per rank of the old world; drawn anew from the seed by the caller's set-up
+        if (found.facts.get("worldSize"), found.facts.get("device")) != (self.world.size, self.world.device.type):
+            del state["rng"]  # one per rank and kind of device; those of another world are not there
         # The weights are filled in place, being the model's own tensors; the optimizer's go through its own loading.
         state_dict_loader.load(state, storage_reader=_reader(found.folder), process_group=self.group)
         set_optimizer_state_dict(model, optimizer, state["optim"])

@@ -172,3 +172,23 @@ def _random_numbers(world: World, folder: str) -> tuple[list[float], list[float]
     assert found is not None
     checkpoints.load(found, net, optimizer)
     return before, torch.rand(3).tolist()
+
+
+def test_a_checkpoint_of_another_kind_of_device_is_resumed_without_its_random_numbers(tmp_path: Path) -> None:
+    assert run_ranks(1, _from_another_device, str(tmp_path)) == [True], "the state of a GPU that is not there must not be asked for"
+
+
+def _from_another_device(world: World, folder: str) -> bool:
+    import torch
+
+    _, net, optimizer = build(world, Case())
+    checkpoints = checkpoint.Checkpointer(place(folder) / "checkpoints", world, 1, 2, asynchronous=False)
+    checkpoints.save(1, net, optimizer, {})
+    marker = Path(folder) / "checkpoints" / "step-00000001.1" / "complete.json"
+    marker.write_text(marker.read_text().replace('"cpu"', '"cuda"'))
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    found = checkpoint.latest(place(folder) / "checkpoints", world, print)
+    assert found is not None
+    checkpoints.load(found, net, optimizer)
+    return torch.equal(torch.get_rng_state(), state)
