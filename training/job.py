@@ -48,10 +48,12 @@ def run(settings: Settings, launcher: str = "auto", say: Callable[[str], None] =
         raise
     except Exception as error:
         trace = job.folder / "failure.txt"
-        trace.write_bytes(traceback.format_exc().encode())
-        raise TrainingFailed(
-            f"training stopped: {type(error).__name__}: {error}; the whole trace is in {trace}. Start the same command again to go on"
-        ) from error
+        try:
+            trace.write_bytes(traceback.format_exc().encode())
+            kept = f"the whole trace is in {trace}"
+        except OSError as refused:  # a full disk may be what stopped the run
+            kept = f"its trace could not be written to {trace} ({refused})"
+        raise TrainingFailed(f"training stopped: {type(error).__name__}: {error}; {kept}. Start the same command again to go on") from error
     if os.environ.get("RANK", "0") == "0":
         summary["report"] = _report(job.folder, say)
     return summary

@@ -167,6 +167,22 @@ def test_the_command_line_prints_the_sentence_and_no_traceback(tmp_path: Path) -
     assert "did you mean steps?" in bad.stderr
 
 
+def test_an_unforeseen_error_is_one_sentence_even_where_its_trace_can_not_be_kept(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from training import worker
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("cosmic ray")
+
+    monkeypatch.setattr(worker, "run_rank", breaks)
+    with pytest.raises(JobError, match="cosmic ray; the whole trace is in") as error:
+        start(data, tmp_path)
+    assert error.value.exit_code == 3
+    assert "Traceback" in (tmp_path / "r" / "failure.txt").read_text()
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(JobError, match="cosmic ray; its trace could not be written"):
+        start(data, tmp_path / "file")
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(data: Path, tmp_path: Path) -> None:
     # A rate at which a step leaves float32.
     with pytest.raises(JobError) as error:
