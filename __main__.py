@@ -8,7 +8,7 @@ import pulumi
 from pulumi.runtime import config as engine
 
 import config
-from infra import naming
+import naming
 from infra.build import build
 from workloads import build as workloads
 

@@ -11,7 +11,7 @@ import pulumi_aws as aws
 from pulumi import ResourceOptions
 
 from infra.identity import scheduler_trust, stop_policy
-from infra.naming import Tags, named
+from naming import Tags, named
 
 # A node that carries it would take no pod, so the autoscaler does not bring the stopped group back.
 STOPPED_TAINT = "ray-train-efa/stopped"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pulumi
 
+import naming
 import prices
 from config import PROJECT, BadInput, Stack
-from infra import efa, facts, naming
+from infra import efa, facts
 from infra.autostop import AutoStop, AutoStopArgs
 from infra.cluster import NODE_ADDONS, ControlPlane, ControlPlaneArgs
 from infra.identity import Identity, IdentityArgs, NodeRole, NodeRoleArgs, autoscaler_policy

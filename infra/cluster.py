@@ -14,7 +14,7 @@ import pulumi_eks as eks
 from pulumi import ResourceOptions
 
 from infra.identity import role_with_managed
-from infra.naming import Tags, named
+from naming import Tags, named
 
 # DaemonSets: they need no node to become active. The monitoring agent is what tells node repair of a broken GPU.
 NODE_ADDONS = ("vpc-cni", "kube-proxy", "eks-pod-identity-agent", "eks-node-monitoring-agent")

@@ -12,7 +12,7 @@ import pulumi_aws as aws
 from pulumi import ResourceOptions
 
 from config import AUTOSCALER_SERVICE_ACCOUNT, NAMESPACE, TRAINING_SERVICE_ACCOUNT
-from infra.naming import Tags, named
+from naming import Tags, named
 
 # The least that AWS manages for nodes: join and describe, addresses for pods, pull images (not push).
 NODE_POLICIES = ("AmazonEKSWorkerNodePolicy", "AmazonEKS_CNI_Policy", "AmazonEC2ContainerRegistryPullOnly")

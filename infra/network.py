@@ -10,7 +10,7 @@ import pulumi_aws as aws
 from pulumi import ResourceOptions
 
 from infra.facts import Zones
-from infra.naming import Tags, named
+from naming import Tags, named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import config
 from infra import efa
 from infra.cluster import addon
 from infra.facts import Instance
-from infra.naming import Tags, named
+from naming import Tags, named
 from prices import GPU_DISK_IOPS, GPU_DISK_MIBPS
 
 SYSTEM_AMI = "AL2023_x86_64_STANDARD"

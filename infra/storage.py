@@ -12,7 +12,7 @@ from pulumi import ResourceOptions
 
 import config
 from infra.identity import tls_only_policy
-from infra.naming import Tags, named
+from naming import Tags, named
 
 # Lustre's own ports: https://docs.aws.amazon.com/fsx/latest/LustreGuide/limit-access-security-groups.html
 LUSTRE_PORTS = ((988, 988), (1018, 1023))

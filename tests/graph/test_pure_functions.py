@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from recorder import INSTANCES, ROOT, SHAPES
 
 import config
+import naming
 import prices
 import versions
-from infra import autostop, efa, facts, identity, naming, network, node_groups, storage
+from infra import autostop, efa, facts, identity, network, node_groups, storage
 
 
 def shape(name):
