@@ -23,8 +23,8 @@ test-training: .venv/test-ready
 
 # The Pulumi program: types, and what it would create.
 test-program: .venv-pulumi/test-ready
-	$(P) -m mypy config.py versions.py prices.py fit.py naming.py infra workloads __main__.py
-	$(P) -m pytest tests/graph
+	$(P) -m mypy config.py versions.py prices.py fit.py naming.py infra workloads ops __main__.py
+	$(P) -m pytest tests/graph tests/ops
 
 # The real Pulumi engine against a simulated AWS. LAB: the folder that holds both, and builds the engine's command line on first use.
 LAB ?= ../shared/lab

@@ -1,0 +1,7 @@
+"""``python -m ops``."""
+
+import sys
+
+from ops import cli
+
+sys.exit(cli.main())
