@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 LAB = Path(os.environ.get("AWS_SIM_LAB", ROOT.parent / "shared" / "lab"))
 PULUMI = Path(os.environ.get("LAB_HOME", "/var/tmp/lab")) / "bin" / "pulumi"
-PROGRAM = ("Pulumi.yaml", "Pulumi.dev.yaml", "__main__.py", "config.py", "versions.py", "prices.py", "prices.json", "infra", "workloads", "training")
+PROGRAM = ("Pulumi.yaml", "Pulumi.dev.yaml", *(path.name for path in ROOT.glob("*.py")), "prices.json", "infra", "workloads", "training")
 
 
 def missing() -> str | None:
