@@ -41,12 +41,11 @@ class Account:
         if self.project.exists():  # another stack of the same program
             return
         self.project.mkdir(parents=True)
-        for name in PROGRAM:
-            source = ROOT / name
+        for source in (found for name in PROGRAM for found in ROOT.glob(name)):
             if source.is_dir():
-                shutil.copytree(source, self.project / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, self.project / source.name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copy(source, self.project / name)
+                shutil.copy(source, self.project / source.name)
         # The simulated nodes hold no Kubernetes; the half that needs one has tests of its own (tests/graph, tests/cluster).
         with (self.project / "workloads" / "build.py").open("a") as file:
             file.write("\n\ndef build(*_):\n    return {}\n")
