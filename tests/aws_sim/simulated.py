@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +38,7 @@ class Account:
 
     home: Path
     stack: str = "dev"
+    kubeconfig: Path | None = None  # of the Kubernetes that the simulated EKS hands out
 
     def __post_init__(self) -> None:
         if self.project.exists():  # another stack of the same program
@@ -46,9 +49,10 @@ class Account:
                 shutil.copytree(source, self.project / source.name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, self.project / source.name)
-        # The simulated nodes hold no Kubernetes; the half that needs one has tests of its own (tests/graph, tests/cluster).
-        with (self.project / "workloads" / "build.py").open("a") as file:
-            file.write("\n\ndef build(*_):\n    return {}\n")
+        if self.kubeconfig is None:
+            # The simulated nodes hold no Kubernetes; the half that needs one has tests of its own (tests/graph, tests/cluster, tests/chain).
+            with (self.project / "workloads" / "build.py").open("a") as file:
+                file.write("\n\ndef build(*_):\n    return {}\n")
         (self.project / ".venv-pulumi").symlink_to(sys.prefix)  # where Pulumi.yaml says the interpreter is
 
     @property
@@ -63,6 +67,8 @@ class Account:
             simulation = file
         if simulation is not None:
             environment["SIM_CONFIG"] = str(simulation)
+        if self.kubeconfig is not None:
+            environment["SIM_KUBECONFIG"] = str(self.kubeconfig)
         if time_scale is not None:
             environment["SIM_TIME_SCALE"] = str(time_scale)
         return environment
@@ -73,9 +79,10 @@ class Account:
         quiet = ["--non-interactive", "--color", "never"]
         return [str(LAB / "aws_sim" / "run"), "pulumi", *arguments, "--stack", self.stack, *parallel, *quiet]
 
-    def pulumi(self, *arguments: str, simulation: dict[str, Any] | Path | None = None, code: int | None = 0) -> str:
+    def pulumi(self, *arguments: str, simulation: dict[str, Any] | Path | None = None, code: int | None = 0, limit: float = 300) -> str:
+        """What the command says. limit: seconds after which it has failed."""
         done = subprocess.run(
-            self.command(*arguments), cwd=self.project, env=self.environment(simulation), capture_output=True, text=True, timeout=300, check=False
+            self.command(*arguments), cwd=self.project, env=self.environment(simulation), capture_output=True, text=True, timeout=limit, check=False
         )
         text = done.stdout + done.stderr
         assert code is None or done.returncode == code, f"pulumi {' '.join(arguments)} ended with {done.returncode}:\n{text[-6000:]}"
@@ -94,6 +101,12 @@ class Account:
 
     def report(self) -> dict[str, Any]:
         return dict(json.loads(self.sim("report", "--json")))
+
+    def resources(self, token: str) -> list[dict[str, Any]]:
+        """Inputs of what the account holds of a kind and has finished making; readable while a command is at work."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.home / 'sim' / 'account.db'}?mode=ro", uri=True, timeout=30)) as state:
+            found = state.execute("select inputs, outputs from resources where token = ? and status = 'ACTIVE' order by rid", (token,)).fetchall()
+        return [{**json.loads(outputs), **json.loads(inputs)} for inputs, outputs in found]
 
     def audit(self) -> str:
         return self.sim("audit", stdin=self.pulumi("stack", "export"))
