@@ -43,15 +43,24 @@ def table() -> dict[str, Any]:
     return dict(json.loads(TABLE.read_text(encoding="utf-8")))
 
 
+def of_region(prices: Mapping[str, Any], region: str) -> Mapping[str, Any] | None:
+    """The part of the table that holds in the region: its own, where the price list API was asked about it, else the common one; None for neither."""
+    own = prices.get("byRegion", {}).get(region)
+    return own or (prices if region in prices["regions"] else None)
+
+
 def hourly(stack: Stack, region: str, prices: Mapping[str, Any]) -> Bill:
     """The bill of an hour with all nodes up (an autoscaled group at maxNodes), without data transfer, storage of the bucket, logs and tax.
 
     Spot is counted at the on-demand price, which it does not exceed; a capacity block has been paid for in advance and counts nothing.
     """
-    known = region in prices["regions"]
+    found = of_region(prices, region)
+    known = found is not None
+    prices = found or prices
     instances: Mapping[str, float] = prices["instances"] if known else {}
-    lines = [Line(what, 1, prices["hourly"][what]) for what in ("controlPlane", "natGateway", "publicIpv4") if known]
-    unknown = [] if known else [f"region {region}"]
+    parts = ("controlPlane", "natGateway", "publicIpv4") if known else ()
+    lines = [Line(what, 1, prices["hourly"][what]) for what in parts if what in prices["hourly"]]
+    unknown = [what for what in parts if what not in prices["hourly"]] if known else [f"region {region}"]
     nodes = stack.gpu.size[1]
     prepaid = stack.gpu.capacity.kind == "capacity-block"
     for kind, count, free in ((stack.system.instance_type, stack.system.nodes, False), (stack.gpu.instance_type, nodes, prepaid)):
@@ -61,8 +70,10 @@ def hourly(stack: Stack, region: str, prices: Mapping[str, Any]) -> Bill:
             lines.append(Line(kind, count, instances[kind]))
         elif known:
             unknown.append(kind)
-    if known:
-        month = prices["monthly"]
+    month = prices["monthly"]
+    if known and not {"gp3Gib", "gp3Mibps"} <= set(month):
+        unknown.append("gp3")
+    elif known:
         lines.append(Line(f"gp3 {stack.system.disk_gib} GiB", stack.system.nodes, stack.system.disk_gib * month["gp3Gib"] / HOURS_A_MONTH))
         throughput = (GPU_DISK_MIBPS - GP3_FREE_MIBPS) * month["gp3Mibps"]
         lines.append(Line(f"gp3 {stack.gpu.disk_gib} GiB, {GPU_DISK_MIBPS} MiB/s", nodes, (stack.gpu.disk_gib * month["gp3Gib"] + throughput) / HOURS_A_MONTH))
