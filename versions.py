@@ -11,6 +11,14 @@ from __future__ import annotations
 KUBERNETES = "1.36"
 OLDEST_KUBERNETES = "1.35"
 
+# When EKS ends standard support, as known on 2026-09-10 (endoflife.date/amazon-eks). Used only where EKS itself may not be asked.
+STANDARD_SUPPORT_ENDS = {"1.34": "2026-12-02", "1.35": "2027-03-27"}
+
+# EKS add-ons. DaemonSets, which need no node to become active; the monitoring agent is what tells node repair of a broken GPU.
+NODE_ADDONS = ("vpc-cni", "kube-proxy", "eks-pod-identity-agent", "eks-node-monitoring-agent")
+# With pods of their own, so after the system nodes; the second only where there is an FSx file system.
+LATE_ADDONS = ("coredns", "aws-fsx-csi-driver")
+
 # efa-only interfaces: the CNI must leave them alone (https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html).
 OLDEST_VPC_CNI_FOR_EFA_ONLY = "1.18.5"
 

@@ -15,9 +15,8 @@ from pulumi import ResourceOptions
 
 from infra.identity import role_with_managed
 from naming import Tags, named
+from versions import NODE_ADDONS as NODE_ADDONS
 
-# DaemonSets: they need no node to become active. The monitoring agent is what tells node repair of a broken GPU.
-NODE_ADDONS = ("vpc-cni", "kube-proxy", "eks-pod-identity-agent", "eks-node-monitoring-agent")
 ADDON_VALUES = {"vpc-cni": {"enableNetworkPolicy": "true"}}
 ADMIN_POLICY = "arn:{partition}:eks::aws:cluster-access-policy/AmazonEKSClusterAdminPolicy"
 
