@@ -26,7 +26,7 @@ TOOLS = Path(os.environ.get("LAB_HOME", "/var/tmp/lab")) / "bin"
 PATH = f"{TOOLS}:{os.environ['PATH']}"
 IMAGE, CHART = os.environ.get("CLUSTER_IMAGE", ""), os.environ.get("CLUSTER_CHART", "")
 FOLDER = os.environ.get("CLUSTER_FOLDER", "/var/lib/ray-train-efa-test")
-PROGRAM = ("Pulumi.yaml", "__main__.py", "config.py", "versions.py", "prices.py", "prices.json", "infra", "workloads", "training")
+PROGRAM = ("Pulumi.yaml", *(path.name for path in ROOT.glob("*.py")), "prices.json", "infra", "workloads", "training")
 
 
 def kubectl_command() -> list[str] | None:
