@@ -1,0 +1,143 @@
+"""What an `up` or `down` is doing, told by the program's parts: the engine's events as plain data in, a table's rows out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+WAITING, WORKING, DONE, SAME, FAILED = "waiting", "working", "done", "unchanged", "failed"
+TOKEN = "ray-train-efa:"  # noqa: S105 - the prefix of the program's component types
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the program. usual_up, usual_down: how long it takes, in words; empty where seconds."""
+
+    token: str
+    title: str
+    usual_up: str = ""
+    usual_down: str = ""
+
+
+# In order of creation. Times: docs/aws.md (AWS's own sample for control plane and GPU nodes), docs/kubernetes.md.
+PARTS = (
+    Part("infra:Network", "network", "2-3 min", "2-3 min"),
+    Part("infra:Storage", "storage"),
+    Part("infra:NodeRole", "rights of the nodes"),
+    Part("infra:ControlPlane", "control plane", "9-20 min", "2-10 min"),
+    Part("infra:AutoStop", "auto-stop"),
+    Part("infra:SystemNodes", "system nodes", "2-4 min", "3-6 min"),
+    Part("infra:GpuNodes", "GPU nodes", "3-5 min", "3-10 min"),
+    Part("infra:Identity", "rights of the job"),
+    Part("workloads:ClusterAccess", "Kubernetes access"),
+    Part("workloads:DevicePlugins", "device plugins", "1-2 min"),
+    Part("workloads:Operator", "KubeRay operator", "1 min"),
+    Part("workloads:RayCluster", "Ray cluster", "1 min; first pull 5-10", "1-2 min"),
+    Part("workloads:TrainingJob", "training job", "", "1 min"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A part's state. seconds: from its first change to its last, or to now while it works."""
+
+    title: str
+    state: str
+    done: int
+    known: int
+    seconds: float
+    usual: str
+    now: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class _Resource:
+    state: str
+    began: float
+    ended: float | None = None
+    kind: str = ""
+
+
+class Progress:
+    """Gathers events of one operation. Times are seconds of any one clock; ``down`` turns usual durations and order around."""
+
+    def __init__(self, began: float, down: bool = False) -> None:
+        self.began = began
+        self.down = down
+        self.note = ""
+        self._resources: dict[str, _Resource] = {}
+        self._touched: set[str] = set()
+
+    def started(self, urn: str, op: str, at: float) -> None:
+        """A resource is about to be changed, or found to be as it should."""
+        if part_of(urn):
+            # The steps of a replacement follow each other under one name.
+            before = self._resources.get(urn)
+            began = before.began if before and before.state in (WORKING, DONE) else at
+            self._resources[urn] = _Resource(SAME if op in ("same", "read") else WORKING, began, kind=kind_of(urn))
+            self._touched.add(urn)
+
+    def finished(self, urn: str, op: str, at: float) -> None:
+        found = self._resources.get(urn)
+        if found and found.state == WORKING:
+            found.state, found.ended = (SAME if op in ("same", "read") else DONE), at
+
+    def failed(self, urn: str, at: float) -> None:
+        found = self._resources.get(urn)
+        if found:
+            found.state, found.ended = FAILED, at
+
+    def rows(self, at: float) -> tuple[Row, ...]:
+        """The parts that this operation knows of so far, in the order in which they are worked on."""
+        rows = [self._row(part, at) for part in PARTS]
+        found = [row for row in rows if row is not None]
+        return tuple(reversed(found)) if self.down else tuple(found)
+
+    def _row(self, part: Part, at: float) -> Row | None:
+        mine = [resource for urn, resource in self._resources.items() if part_of(urn) == part and not own_kind(urn).startswith(TOKEN)]
+        if not mine:
+            return None
+        states = {resource.state for resource in mine}
+        changed = [resource for resource in mine if resource.state != SAME]
+        began = min((resource.began for resource in changed), default=at)
+        ended = max((resource.ended if resource.ended is not None else at for resource in changed), default=at)
+        state = next((s for s in (FAILED, WORKING, DONE) if s in states), SAME)
+        working = tuple(sorted({resource.kind for resource in mine if resource.state == WORKING}))
+        usual = part.usual_down if self.down else part.usual_up
+        return Row(part.title, state, sum(resource.state in (DONE, SAME) for resource in mine), len(mine), ended - began, usual, working)
+
+
+def part_of(urn: str) -> Part | None:
+    """The part of the program that a resource belongs to, by the component at the top of its type."""
+    for token in types_of(urn):
+        if token.startswith(TOKEN):
+            return next((part for part in PARTS if token == TOKEN + part.token), None)
+    return None
+
+
+def types_of(urn: str) -> Sequence[str]:
+    """The types from the outermost component to the resource's own."""
+    fields = urn.split("::")
+    return fields[2].split("$") if len(fields) > 3 else []
+
+
+def own_kind(urn: str) -> str:
+    """``aws:ec2/vpc:Vpc``."""
+    types = types_of(urn)
+    return types[-1] if types else ""
+
+
+def kind_of(urn: str) -> str:
+    """``Vpc``: what a person calls it."""
+    return own_kind(urn).rsplit(":", 1)[-1]
+
+
+def name_of(urn: str) -> str:
+    """The resource's name in the program."""
+    return urn.rsplit("::", 1)[-1]
+
+
+def changes_text(changes: Mapping[str, int]) -> str:
+    """``13 created, 2 unchanged``."""
+    words = {"create": "created", "update": "updated", "delete": "deleted", "replace": "replaced", "same": "unchanged"}
+    return ", ".join(f"{changes[op]} {word}" for op, word in words.items() if changes.get(op)) or "nothing to do"
