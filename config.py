@@ -12,7 +12,7 @@ import difflib
 import ipaddress
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import versions
@@ -488,6 +488,11 @@ def _json(text: Any) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def override_training(training: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The stack's ``training`` object with each ``key=value`` laid over it (values read as YAML). Raises BadInput."""
+    return schema.apply_overrides(training, overrides)
 
 
 def nccl_environment(transport: str = "any") -> dict[str, str]:
