@@ -20,10 +20,11 @@ from typing import Any
 from pulumi import automation as auto
 from pulumi.automation.errors import create_command_error
 
+import config
 from ops import phases, trouble
 from ops.errors import BadInput, Busy, Interrupted, OpsError, Refused
 from ops.phases import Progress
-from ops.project import Project
+from ops.target import Target
 
 Listener = Callable[[Progress], None]
 # How often a listener is called while an operation runs.
@@ -99,8 +100,9 @@ class _Command(auto.PulumiCommand):
 class Engine:
     """The engine for one stack. Raises Refused where there is no Pulumi CLI."""
 
-    def __init__(self, project: Project) -> None:
-        self.project = project
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.folder = target.file.parent
         try:
             self._command = _Command()
         except (OSError, subprocess.CalledProcessError) as error:
@@ -114,7 +116,7 @@ class Engine:
     def outputs(self) -> dict[str, Any] | None:
         """The stack's outputs; None where the engine knows no such stack, {} where it is empty. Secrets stay hidden."""
         try:
-            found = self._command.run(["stack", "output", "--json", "--stack", self.project.stack], str(self.project.folder), {})
+            found = self._command.run(["stack", "output", "--json", "--stack", self.target.name], str(self.folder), {})
         except auto.CommandError as error:
             if "no stack named" in str(error):
                 return None
@@ -124,7 +126,7 @@ class Engine:
     def resources(self) -> list[dict[str, Any]]:
         """The state's resources, as `pulumi stack export` tells them, secrets encrypted."""
         try:
-            found = self._command.run(["stack", "export", "--stack", self.project.stack], str(self.project.folder), {})
+            found = self._command.run(["stack", "export", "--stack", self.target.name], str(self.folder), {})
         except auto.CommandError as error:
             raise self._failure(error, []) from error
         return list((json.loads(found.stdout).get("deployment") or {}).get("resources") or [])
@@ -132,9 +134,7 @@ class Engine:
     def last_update(self) -> dict[str, Any] | None:
         """The newest operation: kind, startTime, endTime, result."""
         try:
-            found = self._command.run(
-                ["stack", "history", "--json", "--page-size", "1", "--page", "1", "--stack", self.project.stack], str(self.project.folder), {}
-            )
+            found = self._command.run(["stack", "history", "--json", "--page-size", "1", "--page", "1", "--stack", self.target.name], str(self.folder), {})
         except auto.CommandError as error:
             raise self._failure(error, []) from error
         entries = json.loads(found.stdout or "[]")
@@ -142,11 +142,15 @@ class Engine:
 
     # ---- changing
 
+    def make(self) -> None:
+        """Makes the stack known to the engine, with nothing in it yet."""
+        self._stack()
+
     def set_object(self, key: str, value: Mapping[str, Any]) -> None:
         """Writes an object into the stack file as the engine does, which keeps comments. key without the project's name."""
-        document = {f"{self.project.name}:{key}": {"value": json.dumps(value), "objectValue": value, "secret": False}}
+        document = {f"{config.PROJECT}:{key}": {"value": json.dumps(value), "objectValue": value, "secret": False}}
         try:
-            self._command.run(["config", "set-all", "--stack", self.project.stack, "--json", json.dumps(document)], str(self.project.folder), {})
+            self._command.run(["config", "set-all", "--stack", self.target.name, "--json", json.dumps(document)], str(self.folder), {})
         except auto.CommandError as error:
             raise self._failure(error, []) from error
 
@@ -186,14 +190,14 @@ class Engine:
     def lock(self, what: str) -> Iterator[None]:
         """Holds this stack for one operation of this machine; the engine's own lock guards against other machines. Raises Busy."""
         folder = _private("locks")
-        key = f"{os.environ.get('PULUMI_BACKEND_URL', '')}\n{self.project.folder}\n{self.project.stack}"
-        path = folder / f"{self.project.stack}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        key = f"{os.environ.get('PULUMI_BACKEND_URL', '')}\n{self.folder}\n{self.target.name}"
+        path = folder / f"{self.target.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
         with path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 file.seek(0)
-                raise Busy(f"stack {self.project.stack} is busy: {file.read().strip() or 'another operation runs'}; wait for it to end") from error
+                raise Busy(f"stack {self.target.name} is busy: {file.read().strip() or 'another operation runs'}; wait for it to end") from error
             file.truncate(0)
             file.write(f"`{what}` runs since {datetime.datetime.now().astimezone():%H:%M:%S} (process {os.getpid()})")
             file.flush()
@@ -201,9 +205,7 @@ class Engine:
 
     def _stack(self) -> auto.Stack:
         try:
-            return auto.create_or_select_stack(
-                self.project.stack, work_dir=str(self.project.folder), opts=auto.LocalWorkspaceOptions(pulumi_command=self._command)
-            )
+            return auto.create_or_select_stack(self.target.name, work_dir=str(self.folder), opts=auto.LocalWorkspaceOptions(pulumi_command=self._command))
         except auto.CommandError as error:
             raise self._failure(error, []) from error
 
@@ -219,7 +221,7 @@ class Engine:
             def on_event(event: auto.EngineEvent) -> None:
                 _take(event, progress, errors, failed, changes)
 
-            self.log = _private("logs") / f"{self.project.stack}-{kind}-{datetime.datetime.now():%Y%m%dT%H%M%S}-{os.getpid()}.log"
+            self.log = _private("logs") / f"{self.target.name}-{kind}-{datetime.datetime.now():%Y%m%dT%H%M%S}-{os.getpid()}.log"
             with self.log.open("w", encoding="utf-8") as kept:
                 self.log.chmod(0o600)
 
@@ -236,7 +238,7 @@ class Engine:
                     else "the engine was stopped hard; if the next command speaks of pending operations, follow it"
                 )
                 if isinstance(outcome, auto.CommandError):
-                    raise Interrupted(f"interrupted: {went_on}. The stack is as far as it got; run `python -m ops up {self.project.stack}` to go on, or `down`")
+                    raise Interrupted(f"interrupted: {went_on}. The stack is as far as it got; run `python -m ops up {self.target.name}` to go on, or `down`")
             if isinstance(outcome, auto.CommandError):
                 raise self._failure(outcome, errors, failed)
             if outcome is not None:
@@ -284,9 +286,9 @@ class Engine:
         texts = [*errors, *([] if errors else str(error).splitlines())]
         whole = [*texts, str(error)]
         part = phases.part_of(failed[0]) if failed else None
-        said = trouble.sentence(texts if errors else [_stderr(error)], self.project.stack, part.title if part else None)
+        said = trouble.sentence(texts if errors else [_stderr(error)], self.target.name, part.title if part else None)
         if isinstance(error, auto.ConcurrentUpdateError) or "currently locked by" in str(error):
-            return Busy(trouble.sentence(["the stack is currently locked"], self.project.stack))
+            return Busy(trouble.sentence(["the stack is currently locked"], self.target.name))
         if "this stack's configuration has" in said or "does not fit the account" in said:
             return BadInputFromEngine(said)
         return EngineFailed(f"{said}" + (f" (all that the engine said: {self.log})" if self.log else ""), whole)

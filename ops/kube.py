@@ -15,9 +15,9 @@ import kubernetes
 import urllib3
 from kubernetes.client.rest import ApiException
 
-import config
+from ops.aws import Aws, AwsError
 from ops.errors import BadInput, Refused
-from ops.project import Project
+from ops.target import Target
 
 # An answer of the API server; what takes longer is asked again by whoever needs it.
 TIMEOUT_SECONDS = 20
@@ -31,6 +31,10 @@ class NotThere(Refused):
 
 class Unreachable(Refused):
     """The API server did not answer at all."""
+
+
+class ClusterGone(Unreachable):
+    """AWS says that there is no such cluster."""
 
 
 class Kube:
@@ -137,10 +141,10 @@ class Kube:
         return str(out)
 
 
-def connect(project: Project, stack: config.Stack, outputs: Mapping[str, Any]) -> Kube:
+def connect(target: Target, outputs: Mapping[str, Any]) -> Kube:
     """The cluster of a stack: the context that its file names, or the EKS cluster of its outputs. Raises BadInput, Refused."""
-    if stack.cluster.kind == "existing":
-        context = stack.cluster.context
+    if target.settings.cluster.kind == "existing":
+        context = target.settings.cluster.context
 
         def from_file(settings: Any) -> None:
             kubernetes.config.load_kube_config(context=context, client_configuration=settings)
@@ -148,39 +152,30 @@ def connect(project: Project, stack: config.Stack, outputs: Mapping[str, Any]) -
         return Kube(f"context {context}", from_file)
     name, region = outputs.get("clusterName"), outputs.get("region")
     if not name:
-        raise Refused(f"stack {project.stack} has no cluster yet: `python -m ops up {project.stack}` makes it")
-    profile = project.aws("profile")
+        raise NotThere(f"stack {target.name} has no cluster yet: `python -m ops up {target.name}` makes it")
 
     def from_aws(settings: Any) -> None:
-        kubernetes.config.load_kube_config_from_dict(_eks_kubeconfig(str(name), str(region), profile), client_configuration=settings)
+        kubernetes.config.load_kube_config_from_dict(_eks_kubeconfig(str(name), Aws(str(region), target.profile)), client_configuration=settings)
 
     return Kube(f"EKS cluster {name}", from_aws)
 
 
-def _eks_kubeconfig(name: str, region: str, profile: str | None) -> dict[str, Any]:
+def _eks_kubeconfig(name: str, aws: Aws) -> dict[str, Any]:
     """A kubeconfig in memory, with the same token command as `aws eks update-kubeconfig` writes."""
-    import boto3
-    import botocore.exceptions
-
     try:
-        found = boto3.Session(profile_name=profile, region_name=region).client("eks").describe_cluster(name=name)["cluster"]
-    except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
-        from ops import trouble
-
-        if "ResourceNotFoundException" in str(error):
-            raise Unreachable(f"EKS cluster {name} in {region} does not exist any more; `python -m ops down` removes what is left of the stack") from error
-        raise Refused(trouble.sentence([str(error)], name)) from error
-    arguments = ["--region", region, "eks", "get-token", "--cluster-name", name, "--output", "json", *(["--profile", profile] if profile else [])]
+        found = aws.ask("eks", "describe_cluster", name=name)["cluster"]
+    except AwsError as error:
+        if error.code == "ResourceNotFoundException":
+            raise ClusterGone(f"EKS cluster {name} in {aws.region} does not exist any more; `python -m ops down` removes what is left of the stack") from error
+        raise
+    arguments = ["--region", aws.region, "eks", "get-token", "--cluster-name", name, "--output", "json"]
+    arguments += ["--profile", aws.profile] if aws.profile else []
+    token = {"apiVersion": "client.authentication.k8s.io/v1beta1", "command": "aws", "args": arguments, "interactiveMode": "IfAvailable"}
     return {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": name, "cluster": {"server": found["endpoint"], "certificate-authority-data": found["certificateAuthority"]["data"]}}],
-        "users": [
-            {
-                "name": name,
-                "user": {"exec": {"apiVersion": "client.authentication.k8s.io/v1beta1", "command": "aws", "args": arguments, "interactiveMode": "IfAvailable"}},
-            }
-        ],
+        "users": [{"name": name, "user": {"exec": token}}],
         "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
         "current-context": name,
     }

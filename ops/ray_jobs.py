@@ -97,8 +97,8 @@ class RayJobs:
         }
         self._json("POST", "/api/jobs/", json.dumps(body).encode())
 
-    def tail(self, submission_id: str) -> websocket.WebSocket:
-        """A stream of the job's log from its beginning; its end says nothing about the job."""
+    def tail(self, submission_id: str) -> Any:
+        """A WebSocket with the job's log from its beginning; its end says nothing about the job."""
         stream: Any = websocket.WebSocket()
         sock = self._socket()
         sock.settimeout(TIMEOUT_SECONDS)
