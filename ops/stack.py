@@ -1,0 +1,578 @@
+"""The stack as an object: the commands' verbs as functions with typed results. Nothing here prints.
+
+Raises BadInput for what can't be right, Busy where another operation runs, Refused (and EngineFailed) where AWS, Kubernetes, Ray or the engine
+says no, each with one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import config
+import prices
+from ops import follow, job_log, kube, target, trouble, why
+from ops.aws import Aws, AwsError
+from ops.engine import Engine, EngineFailed, Listener
+from ops.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, Busy, Refused
+from ops.kube import Kube
+from ops.ray_jobs import ENDED, PORT, NoSuchJob, RayJobs
+from workloads.kuberay import pod_labels, release_name
+
+# What AWS needs to give back interfaces and the like.
+RETRY_SECONDS = (30, 60, 120)
+# The operator names a job within seconds; a job that is stopped gets a moment to end by itself.
+NAMED_SECONDS, STOPPED_SECONDS = 60, 60
+POLL_SECONDS = 2.0
+KUBERNETES = ("kubernetes:", "pulumi:providers:kubernetes")
+
+Say = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    """A library says nothing by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What an `up` did. changes: resources by what was done (create, update, delete, same). usd_hour: None where nothing is billed here."""
+
+    stack: str
+    seconds: float
+    changes: Mapping[str, int]
+    outputs: Mapping[str, Any]
+    usd_hour: float | None
+    prices_as_of: str | None
+    without_price_of: tuple[str, ...]
+    stops_at: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """What a `down` did. forgotten: objects taken out of the state because their cluster is gone. up_since: when the first resource was made."""
+
+    stack: str
+    seconds: float
+    changes: Mapping[str, int]
+    stopped_job: str | None
+    forgotten: tuple[str, ...]
+    retries: int
+    up_since: datetime.datetime | None
+    kept_bucket: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The training job. name: the RayJob's; submission_id: Ray's. state: WAITING (Ray does not have it yet), PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED.
+
+    exit_code: of the job's own command. new: this call started it.
+    """
+
+    name: str
+    submission_id: str | None
+    state: str
+    message: str = ""
+    exit_code: int | None = None
+    started: datetime.datetime | None = None
+    ended: datetime.datetime | None = None
+    new: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def code(self) -> int:
+        """The exit code that the job's end means for a command: 0, 2 bad input, 3 failed or stopped, 4 transport not proven."""
+        if self.state == "SUCCEEDED" or not self.over:
+            return 0
+        return self.exit_code if self.exit_code in (EXIT_BAD_INPUT, EXIT_TRANSPORT_NOT_PROVEN) else EXIT_TRAINING_FAILED
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """A stack at a glance. state: down, up, or partial (the last operation did not end well). usd: list price of all its nodes since ``up_since``."""
+
+    stack: str
+    state: str
+    last_operation: str | None
+    up_since: datetime.datetime | None
+    usd_hour: float | None
+    usd_so_far: float | None
+    stops_at: datetime.datetime | None
+    job: Job | None
+    progress: job_log.Progress | None
+    notes: tuple[str, ...] = ()
+
+
+class Stack:
+    """The stack ``name`` of the program in ``folder`` (this checkout's). Raises BadInput where its file is missing or wrong."""
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self.target = target.read(name, folder)
+        self.name = name
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = Engine(self.target)
+        return self._engine
+
+    # ---- up and down
+
+    def up(self, listener: Listener | None = None, refresh: bool = False) -> Update:
+        """Makes what the stack file says, and returns when it is there. It does not wait for a training job."""
+        done = self.engine.up(listener, refresh=refresh)
+        outputs = self.engine.outputs() or {}
+        cost = outputs.get("costPerHour") or {}
+        return Update(
+            stack=self.name,
+            seconds=done.seconds,
+            changes=done.changes,
+            outputs=outputs,
+            usd_hour=cost.get("usd"),
+            prices_as_of=cost.get("pricesAsOf"),
+            without_price_of=tuple(cost.get("withoutPriceOf") or ()),
+            stops_at=outputs.get("stopsAt"),
+        )
+
+    def down(self, listener: Listener | None = None, *, cluster_gone: bool = False, note: Say = _silent, sleep: Callable[[float], None] = time.sleep) -> Gone:
+        """Stops the job, asks what is really there, and removes it all; tries again what AWS refuses only for now.
+
+        cluster_gone: the Kubernetes cluster does not exist any more, so its objects are only taken out of the state. For an EKS cluster AWS says so;
+        for one of yours only you know.
+        """
+        began = time.monotonic()
+        resources = self.engine.resources() if self.engine.outputs() is not None else []
+        since = _up_since(resources)
+        outputs = _outputs(resources)
+        if not _real(resources):
+            return Gone(self.name, time.monotonic() - began, {}, None, (), 0, since, None)
+        stopped, forgotten = None, []
+        if any(_kubernetes(found) for found in resources):
+            gone = cluster_gone or self._cluster_is_gone(outputs)
+            if gone:
+                note("the Kubernetes cluster is gone: its objects are taken out of the state")
+                forgotten = self.engine.forget(_kubernetes)
+            else:
+                stopped = self._stop_before_down(outputs, note)
+        note("asking what is really there")
+        self.engine.refresh(listener)
+        changes: dict[str, int] = {}
+        retries = 0
+        for pause in (*RETRY_SECONDS, None):
+            try:
+                changes = dict(self.engine.destroy(listener).changes)
+                break
+            except EngineFailed as error:
+                if pause is None or not trouble.retryable(error.texts):
+                    raise
+                retries += 1
+                note(f"{error.args[0].split(' (all that')[0]}. Trying again in {pause} s")
+                sleep(pause)
+        kept = outputs.get("bucket") if self.target.settings.storage.on_destroy == "keep" and not self.target.settings.storage.bucket else None
+        return Gone(self.name, time.monotonic() - began, changes, stopped, tuple(forgotten), retries, since, str(kept) if kept else None)
+
+    def _cluster_is_gone(self, outputs: Mapping[str, Any]) -> bool:
+        try:
+            kube.connect(self.target, outputs).get("/version")
+        except kube.ClusterGone:
+            return True
+        except kube.NotThere:
+            return False
+        except kube.Unreachable as error:
+            if self.target.settings.cluster.kind == "existing":
+                raise kube.Unreachable(
+                    f"{error}. If that cluster does not exist any more: `python -m ops down {self.name} --cluster-gone` takes its objects out of the state"
+                ) from error
+            raise
+        return False
+
+    def _stop_before_down(self, outputs: Mapping[str, Any], note: Say) -> str | None:
+        if not outputs.get("trainingJob"):
+            return None
+        try:
+            with self._inside(outputs) as inside:
+                job = inside.job()
+                if job is None or job.over or job.submission_id is None:
+                    return None
+                note(f"stopping job {job.name} ({job.state})")
+                inside.ray().stop(job.submission_id)
+                end = time.monotonic() + STOPPED_SECONDS
+                while time.monotonic() < end and not inside.ray().get(job.submission_id).over:
+                    time.sleep(POLL_SECONDS)
+                return job.name
+        except Refused as error:
+            # The engine's own deletion stops it too, less gently.
+            note(f"the job could not be stopped first ({error}); it is removed with the rest")
+            return None
+
+    # ---- the job
+
+    def train(self, overrides: Sequence[str] = (), *, replace: bool = False, listener: Listener | None = None) -> Job:
+        """Starts the training job with the stack file's settings and ``key=value`` overrides, which are written into the file; does not wait for its end.
+
+        A job that runs with the same settings is returned as it is. One that runs with others is stopped only with ``replace`` (else Busy). A job that
+        failed or was stopped is started again, and goes on from its last checkpoint.
+        """
+        values = {key: value for key, value in target.mapping(self.target.file).items() if str(key).startswith(f"{config.PROJECT}:")}
+        before = dict(values.get(f"{config.PROJECT}:training") or {})
+        after = {**config.override_training(before, overrides), "run": True}
+        plain = {key.removeprefix(f"{config.PROJECT}:"): target.plain_secret(value) for key, value in values.items()}
+        config.load({**plain, "training": after}, self.target.region)
+        outputs = self.engine.outputs()
+        running, removed = None, False
+        if outputs and outputs.get("trainingJob"):
+            with self._inside(outputs) as inside:
+                running = inside.job()
+                removed = running is None
+        if running is not None and not running.over:
+            if after == {**before, "run": True}:
+                return running
+            if not replace:
+                raise Busy(
+                    f"job {running.name} is {running.state} with other settings; `python -m ops cancel {self.name}` stops it, or --replace does so"
+                    " and starts this one"
+                )
+        if after != before:
+            if outputs is None:
+                self.engine.make()
+            self.engine.set_object("training", after)
+        self.target = target.read(self.name, self.target.file.parent)
+        again = [found["urn"] for found in self.engine.resources() if _is_job(found)] if running is not None and running.state in ("FAILED", "STOPPED") else []
+        self.engine.up(listener, replace=again, refresh=removed)
+        outputs = self.engine.outputs() or {}
+        with self._inside(outputs) as inside:
+            end = time.monotonic() + NAMED_SECONDS
+            while True:
+                job = inside.job()
+                if job is None:
+                    raise Refused(f"the update ended without a training job; look at ray-train-efa:training in {self.target.file}")
+                if job.submission_id or time.monotonic() > end:
+                    same = running is not None and job.submission_id == running.submission_id
+                    return dataclasses.replace(job, new=not same)
+                time.sleep(POLL_SECONDS)
+
+    def job(self) -> Job | None:
+        """The training job as Ray tells it now; None where there is none."""
+        with self._inside(self._up()) as inside:
+            return inside.job()
+
+    def logs(self, say: Say, *, follow_on: bool = False, note: Say = _silent) -> Job:
+        """Says the job's log; with ``follow_on`` until the job has ended, over broken connections. Returns the job at its end, as Ray tells it."""
+        with self._inside(self._up()) as inside:
+            job = inside.waited_for(follow_on, note)
+            if job.submission_id is None:
+                return job
+            try:
+                if not follow_on:
+                    say(inside.ray().log(job.submission_id))
+                    return inside.job() or job
+                ended = follow.follow(inside.ray(), job.submission_id, say, note)
+            except NoSuchJob as error:
+                # The head was replaced: Ray forgot the job, the RayJob did not.
+                return inside.end_without_ray(job, note, str(error))
+            return dataclasses.replace(job, state=ended.state, message=ended.message, exit_code=ended.exit_code, ended=_at(ended.ended))
+
+    def wait(self, note: Say = _silent) -> Job:
+        """Waits for the job's end."""
+        return self.logs(_silent, follow_on=True, note=note)
+
+    def cancel(self, note: Say = _silent) -> Job:
+        """Stops the job and waits until it is stopped. What it has written stays; :meth:`train` goes on from its last checkpoint."""
+        with self._inside(self._up()) as inside:
+            job = inside.job()
+            if job is None:
+                raise BadInput(f"stack {self.name} has no training job")
+            if job.over:
+                return job
+            if job.submission_id is None or job.state == "WAITING":
+                # Its submitter would be made anew by the operator; without the RayJob there is nothing to submit. `train` makes it again.
+                inside.delete_job(job.name)
+                return dataclasses.replace(job, state="STOPPED", message="stopped before Ray had it")
+            inside.ray().stop(job.submission_id)
+            note(f"stopping {job.name}")
+            end = time.monotonic() + 3 * STOPPED_SECONDS
+            while time.monotonic() < end:
+                found = inside.ray().get(job.submission_id)
+                if found.over:
+                    return dataclasses.replace(job, state=found.state, message=found.message, exit_code=found.exit_code, ended=_at(found.ended))
+                time.sleep(POLL_SECONDS)
+            raise Refused(f"job {job.name} was asked to stop and still runs after {3 * STOPPED_SECONDS} s; `python -m ops explain {self.name}`")
+
+    # ---- looking
+
+    def status(self) -> Status:
+        """State, cost and progress. What can't be asked is a note, not an error."""
+        now = datetime.datetime.now(datetime.UTC)
+        notes: list[str] = []
+        if self.engine.outputs() is None:
+            return Status(self.name, "down", None, None, None, None, None, None, None, ("the engine knows no such stack yet",))
+        resources = self.engine.resources()
+        outputs = _outputs(resources)
+        last = self.engine.last_update() or {}
+        operation = f"{last['kind']} {last['result']} {last.get('endTime') or last.get('startTime')}" if last else None
+        if not _real(resources):
+            return Status(self.name, "down", operation, None, None, None, None, None, None)
+        since = _up_since(resources)
+        usd_hour = self._usd_hour(outputs)
+        job = progress = None
+        try:
+            with self._inside(outputs) as inside:
+                job = inside.job()
+                if job is not None and job.submission_id:
+                    with contextlib.suppress(NoSuchJob):
+                        progress = job_log.read(inside.ray().log(job.submission_id))
+        except (Refused, BadInput) as error:
+            notes.append(str(error))
+        return Status(
+            stack=self.name,
+            state="up" if last.get("result") == "succeeded" else "partial",
+            last_operation=operation,
+            up_since=since,
+            usd_hour=usd_hour,
+            usd_so_far=None if usd_hour is None or since is None else usd_hour * (now - since).total_seconds() / 3600,
+            stops_at=_stop_time(outputs.get("stopsAt")),
+            job=job,
+            progress=progress,
+            notes=tuple(notes),
+        )
+
+    def explain(self) -> why.Why:
+        """Why the job is not running, in one sentence."""
+        outputs = self.engine.outputs()
+        if outputs is None or not outputs.get("rayCluster"):
+            last = self.engine.last_update() if outputs is not None else None
+            if last and last.get("result") in ("failed", "in-progress"):
+                return self._filled(
+                    why.Why(
+                        "half-up",
+                        f"the stack is half made: its last {last['kind']} {'failed' if last['result'] == 'failed' else 'still runs or was killed'}",
+                        "`python -m ops up STACK` goes on, and says what fails",
+                    )
+                )
+            return self._filled(why.Why("down", "the stack is not up", "`python -m ops up STACK` makes it"))
+        try:
+            with self._inside(outputs) as inside:
+                return self._filled(why.explain(self._facts(inside, outputs)), inside.namespace)
+        except kube.ClusterGone as error:
+            return self._filled(why.Why("cluster-gone", str(error), "`python -m ops down STACK`"))
+        except kube.Unreachable as error:
+            return self._filled(why.Why("unreachable", str(error), "`python -m ops status STACK`; for EKS: cluster.publicAccessCidrs and your network"))
+
+    def _filled(self, found: why.Why, namespace: str = "") -> why.Why:
+        text = found.do.replace("STACK", self.name).replace("NAMESPACE", namespace).replace("OPERATOR", release_name(self.target.prefix))
+        return dataclasses.replace(found, do=text)
+
+    def _facts(self, inside: Inside, outputs: Mapping[str, Any]) -> why.Facts:
+        core, name = f"/api/v1/namespaces/{inside.namespace}", inside.ray_cluster
+        pods = inside.kube.items(f"{core}/pods")
+        mine = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get("ray.io/cluster") == name]
+        operator_labels = pod_labels(name)
+        operator = [pod for pod in pods if operator_labels.items() <= (pod["metadata"].get("labels") or {}).items()]
+        job_name = outputs.get("trainingJob")
+        submitter = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get("batch.kubernetes.io/job-name") == job_name]
+        job, state, message, last = None, None, "", ""
+        if job_name:
+            job = inside.optional(f"/apis/ray.io/v1/namespaces/{inside.namespace}/rayjobs/{job_name}")
+            found = inside.job()
+            if found is not None:
+                state, message = (None if found.state == "WAITING" else found.state), found.message
+                if found.state == "RUNNING" and found.submission_id:
+                    with contextlib.suppress(Refused):
+                        last = job_log.read(inside.ray().log(found.submission_id)).last_line
+        deployment = inside.optional(f"/apis/apps/v1/namespaces/{inside.namespace}/deployments/{release_name(name)}")
+        groups, activities = self._node_groups(outputs)
+        return why.Facts(
+            now=datetime.datetime.now(datetime.UTC),
+            job=job,
+            cluster=inside.optional(f"/apis/ray.io/v1/namespaces/{inside.namespace}/rayclusters/{name}"),
+            pods=[*mine, *[pod for pod in submitter if pod not in mine]],
+            operator=operator,
+            operator_wanted=None if deployment is None else int((deployment.get("spec") or {}).get("replicas", 1)),
+            events=inside.kube.items(f"{core}/events"),
+            nodes=inside.kube.items("/api/v1/nodes"),
+            groups=groups,
+            activities=activities,
+            daemons=inside.kube.items("/apis/apps/v1/namespaces/kube-system/daemonsets"),
+            ray_state=state,
+            ray_message=message,
+            last_line=last,
+        )
+
+    def _node_groups(self, outputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """EKS node groups and their newest scaling activities; nothing on a cluster that is not ours, or where the rights to ask are missing."""
+        name = outputs.get("clusterName")
+        if not name:
+            return [], []
+        aws = Aws(str(outputs.get("region")), self.target.profile)
+        groups: list[dict[str, Any]] = []
+        activities: list[dict[str, Any]] = []
+        try:
+            names = list(aws.pages("eks", "list_nodegroups", "nodegroups", clusterName=name))
+            groups += [aws.ask("eks", "describe_nodegroup", clusterName=name, nodegroupName=group)["nodegroup"] for group in names]
+            for group in groups:
+                for asg in (group.get("resources") or {}).get("autoScalingGroups") or []:
+                    activities += aws.ask("autoscaling", "describe_scaling_activities", AutoScalingGroupName=asg["name"], MaxRecords=20)["Activities"]
+        except AwsError as error:
+            if error.kind != "denied":
+                raise
+        return groups, activities
+
+    # ---- inside
+
+    def _up(self) -> dict[str, Any]:
+        outputs = self.engine.outputs()
+        if not outputs or not outputs.get("rayCluster"):
+            raise BadInput(f"stack {self.name} is not up: `python -m ops up {self.name}` makes it")
+        return outputs
+
+    @contextlib.contextmanager
+    def _inside(self, outputs: Mapping[str, Any]) -> Iterator[Inside]:
+        yield Inside(kube.connect(self.target, outputs), str(outputs.get("namespace")), str(outputs.get("rayCluster")), outputs.get("trainingJob"))
+
+    def _usd_hour(self, outputs: Mapping[str, Any]) -> float | None:
+        if self.target.settings.cluster.kind == "existing":
+            return None
+        told = (outputs.get("costPerHour") or {}).get("usd")
+        return float(told) if told is not None else prices.hourly(self.target.settings, str(self.target.region), prices.table()).usd_hour
+
+
+@dataclasses.dataclass
+class Inside:
+    """The stack's namespace, Ray cluster and training job, seen through the Kubernetes API."""
+
+    kube: Kube
+    namespace: str
+    ray_cluster: str
+    job_name: str | None
+    _ray: RayJobs | None = None
+
+    def optional(self, path: str) -> dict[str, Any] | None:
+        try:
+            return self.kube.get(path)
+        except kube.NotThere:
+            return None
+
+    def head(self) -> str:
+        """The name of the head's pod. Raises Refused where none runs."""
+        selector = f"ray.io/cluster={self.ray_cluster},ray.io/node-type=head"
+        pods = self.kube.items(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
+        for pod in pods:
+            if (pod.get("status") or {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp"):
+                return str(pod["metadata"]["name"])
+        raise Refused("the Ray head is not running; `python -m ops explain` says why")
+
+    def ray(self) -> RayJobs:
+        """Ray's job API. The head is looked up at each connection, for it may have been replaced."""
+        if self._ray is None:
+            token = kube.ray_token(self.kube, self.namespace, self.ray_cluster)
+            self._ray = RayJobs(lambda: self.kube.forward(self.namespace, self.head(), PORT), token)
+        return self._ray
+
+    def job(self) -> Job | None:
+        """The training job: Ray's word where Ray has one, else the RayJob's."""
+        if not self.job_name:
+            return None
+        found = self.optional(f"/apis/ray.io/v1/namespaces/{self.namespace}/rayjobs/{self.job_name}")
+        if found is None:
+            return None
+        status = found.get("status") or {}
+        job = Job(
+            name=str(self.job_name),
+            submission_id=status.get("jobId") or None,
+            state=status.get("jobStatus") or ("FAILED" if status.get("jobDeploymentStatus") in ("Failed", "ValidationFailed") else "WAITING"),
+            message=str(status.get("message") or status.get("reason") or ""),
+            started=_time(status.get("startTime")),
+            ended=_time(status.get("endTime")),
+        )
+        if job.submission_id is None:
+            return job
+        try:
+            own = self.ray().get(job.submission_id)
+        except Refused:
+            return job
+        return dataclasses.replace(
+            job, state=own.state, message=own.message, exit_code=own.exit_code, started=_at(own.started) or job.started, ended=_at(own.ended) or job.ended
+        )
+
+    def waited_for(self, patient: bool, note: Say) -> Job:
+        """The job once Ray has it; without patience as it is. Raises BadInput where there is none."""
+        began, told = time.monotonic(), 0.0
+        while True:
+            job = self.job()
+            if job is None:
+                raise BadInput("there is no training job: `python -m ops train` starts one")
+            if not patient or job.over or (job.submission_id and job.state != "WAITING"):
+                return job
+            if time.monotonic() - told > 30:
+                told = time.monotonic()
+                note(f"waiting for Ray to take the job since {told - began:.0f} s (`python -m ops explain` says what it waits for)")
+            time.sleep(POLL_SECONDS)
+
+    def end_without_ray(self, job: Job, note: Say, reason: str) -> Job:
+        """Waits for the RayJob's own end, where Ray has forgotten the job."""
+        note(f"{reason}; waiting for the operator's word")
+        end = time.monotonic() + follow.GIVE_UP_SECONDS
+        while time.monotonic() < end:
+            found = self.optional(f"/apis/ray.io/v1/namespaces/{self.namespace}/rayjobs/{job.name}")
+            status = (found or {}).get("status") or {}
+            if found is None or status.get("jobDeploymentStatus") in ("Complete", "Failed") or status.get("jobStatus") in ENDED:
+                state = status.get("jobStatus") if status.get("jobStatus") in ENDED else "FAILED"
+                return dataclasses.replace(job, state=str(state), message=str(status.get("message") or reason))
+            time.sleep(5)
+        return dataclasses.replace(job, state="FAILED", message=f"{reason}; the Ray head was lost with the job. `python -m ops train` starts it again")
+
+    def delete_job(self, job_name: str) -> None:
+        """Removes the RayJob, which Ray does not have yet."""
+        with contextlib.suppress(kube.NotThere):
+            self.kube.ask("DELETE", f"/apis/ray.io/v1/namespaces/{self.namespace}/rayjobs/{job_name}")
+
+
+# ---- reading the engine's state
+
+
+def _real(resources: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What stands for something that exists: no stack, component or provider."""
+    return [found for found in resources if found.get("custom") and not str(found["type"]).startswith("pulumi:")]
+
+
+def _kubernetes(resource: Mapping[str, Any]) -> bool:
+    return str(resource["type"]).startswith(KUBERNETES)
+
+
+def _is_job(resource: Mapping[str, Any]) -> bool:
+    return str(resource["type"]).endswith(":RayJob")
+
+
+def _outputs(resources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return next((dict(found.get("outputs") or {}) for found in resources if found["type"] == "pulumi:pulumi:Stack"), {})
+
+
+def _up_since(resources: Sequence[Mapping[str, Any]]) -> datetime.datetime | None:
+    made = [found for found in (_time(resource.get("created")) for resource in _real(resources)) if found]
+    return min(made, default=None)
+
+
+def _time(text: Any) -> datetime.datetime | None:
+    if not text:
+        return None
+    try:
+        found = datetime.datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+
+
+def _stop_time(text: Any) -> datetime.datetime | None:
+    return _time(text) if isinstance(text, str) and text[:1].isdigit() else None
+
+
+def _at(seconds: float | None) -> datetime.datetime | None:
+    return None if seconds is None else datetime.datetime.fromtimestamp(seconds, datetime.UTC)
