@@ -50,7 +50,7 @@ class Aws:
 
     def __init__(self, region: str | None, profile: str | None = None, _shared: Aws | None = None) -> None:
         """Raises BadInput for a profile that does not exist or a region that no one names."""
-        self._lock = _shared._lock if _shared else threading.Lock()
+        self._lock: threading.Lock = _shared._lock if _shared else threading.Lock()
         self._clients: dict[tuple[str, str], Any] = _shared._clients if _shared else {}
         self.profile = profile
         try:

@@ -26,6 +26,10 @@ LARGEST_MANIFEST = 8 * 2**20
 PRIVATE_ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
 
 
+class Unreachable(Refused):
+    """The registry did not answer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """``registry/repository:tag`` or ``registry/repository@sha256:...``."""
@@ -105,7 +109,7 @@ def _asked(url: str, headers: Mapping[str, str]) -> str:
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Refused(f"the registry of the training image can't be reached ({urllib.parse.urlsplit(url).netloc}: {reason}); check the network") from error
+        raise Unreachable(f"the registry of the training image can't be reached ({urllib.parse.urlsplit(url).netloc}: {reason}); check the network") from error
     return named or "sha256:" + hashlib.sha256(body).hexdigest()
 
 

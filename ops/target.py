@@ -48,8 +48,11 @@ def known(folder: Path | None = None) -> list[str]:
     return sorted(path.name.removeprefix("Pulumi.").removesuffix(".yaml") for path in (folder or ROOT).glob("Pulumi.*.yaml"))
 
 
-def read(name: str, folder: Path | None = None) -> Target:
-    """The stack called ``name``: of ``Pulumi.<name>.yaml`` in ``folder`` (default: the project). Raises BadInput."""
+def read(name: str, folder: Path | None = None, *, keep_pins: bool = True) -> Target:
+    """The stack called ``name``: of ``Pulumi.<name>.yaml`` in ``folder`` (default: the project). Raises BadInput.
+
+    Without keep_pins all pins but the zone are left out: those of another Kubernetes version must not stop who wants to write new ones.
+    """
     place = folder or ROOT
     file = place / f"Pulumi.{name}.yaml"
     if not file.is_file():
@@ -57,6 +60,8 @@ def read(name: str, folder: Path | None = None) -> Target:
         raise BadInput(f"there is no stack {name!r}: {file} is missing. Stacks here: {others}; `pulumi stack init {name}` makes a new one")
     found = mapping(file)
     values = {key.removeprefix(f"{config.PROJECT}:"): plain_secret(value) for key, value in found.items() if str(key).startswith(f"{config.PROJECT}:")}
+    if not keep_pins and isinstance(values.get("pins"), Mapping):
+        values["pins"] = {key: value for key, value in values["pins"].items() if key == "zone"}
     region = _text(found.get("aws:region")) or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     allowed = found.get("aws:allowedAccountIds") or []
     return Target(
