@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from config import BadInput
 from ops import errors
 from ops.errors import OpsError
 from ops.output import Output
+
+if TYPE_CHECKING:
+    from ops.stack import Job, Stack
 
 app = typer.Typer(
     name="python -m ops",
@@ -32,6 +35,178 @@ def _commands() -> None:
 
 StackArgument = Annotated[str, typer.Argument(metavar="STACK", help="Name of the stack: dev means Pulumi.dev.yaml.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of text.")]
+
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+JOB_CODES = (errors.EXIT_TRAINING_FAILED, errors.EXIT_TRANSPORT_NOT_PROVEN)
+
+
+@app.command(epilog=errors.help_text(errors.EXIT_BUSY))
+def up(
+    stack: StackArgument,
+    refresh: Annotated[bool, typer.Option("--refresh", help="First ask what is really there: after changes by hand, an auto-stop or a killed `up`.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the stack what its file says: network, cluster, nodes, Ray, and the training job where training.run is true.
+
+    Takes about 20 minutes on AWS and a minute on a cluster you have. Shows what is being made, for how long, and how long that usually takes. It may be
+    run again at any time: what is there stays, what failed is made. Ctrl-C once lets the engine end what is under way; `up` again goes on from there.
+    """
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    done = show.watched(output, lambda watch: Stack(stack).up(watch, refresh=refresh))
+    show.update(output, done)
+    output.result(done)
+
+
+@app.command(epilog=errors.help_text(errors.EXIT_BUSY, errors.EXIT_LEFT))
+def down(
+    stack: StackArgument,
+    yes: YesOption = False,
+    cluster_gone: Annotated[
+        bool, typer.Option("--cluster-gone", help="The existing Kubernetes cluster is gone for good: take its objects out of the state, do not ask it.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove everything of the stack, prove that nothing is left that bills, and give the receipt.
+
+    Stops the training job, asks what is really there, destroys in the order that AWS needs, tries again what AWS refuses only for now, and then looks
+    for leftovers. An EKS cluster that is already gone is no obstacle. The bucket with the runs stays unless storage.onDestroy is delete.
+    """
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    found = Stack(stack)
+    if not yes:
+        _agree(found, output)
+    done = show.watched(output, lambda watch: found.down(watch, cluster_gone=cluster_gone, note=watch.note))
+    show.gone(output, done)
+    output.result(done)
+
+
+def _agree(stack: Stack, output: Output) -> None:
+    """Asks before something is removed; without a terminal --yes is the only answer."""
+    if output.as_json or not sys.stdin.isatty():
+        raise BadInput(f"`down` removes the whole stack {stack.name} and stops its job; say --yes where nobody can be asked")
+    running = stack.status()
+    about = f"job {running.job.name} is {running.job.state} and will be stopped. " if running.job and not running.job.over else ""
+    if not typer.confirm(f"{about}Remove everything of stack {stack.name}?"):
+        raise typer.Abort
+
+
+@app.command(epilog=errors.help_text(errors.EXIT_BUSY, *JOB_CODES))
+def train(
+    stack: StackArgument,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of the job, such as steps=100 or model.random=tiny; may be repeated. Kept in the stack file."
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the log to the job's end, and end with its exit code.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Stop a job that runs with other settings.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start the training job (`python -m training.job --help-settings` lists what --set takes).
+
+    Runs the update that makes the job, says its id and returns; the job goes on without this machine. The same settings are the same job: one that
+    runs is left alone, one that failed or was stopped is started again and goes on from its last checkpoint. Makes the stack where it is not up yet.
+    """
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    found = Stack(stack)
+    job = show.watched(output, lambda watch: found.train(setting or [], replace=replace, listener=watch))
+    if not job.new:
+        output.line("nothing new to start: these settings are this job")
+    if not wait:
+        show.job(output, job, stack)
+        output.result(job)
+        return
+    output.line(f"job {job.name} ({job.submission_id})")
+    _end(found.logs(output.raw, follow_on=True, note=lambda text: output.progress.print(f"[{text}]", style="dim")), output, stack)
+
+
+@app.command(epilog=errors.help_text(*JOB_CODES))
+def logs(
+    stack: StackArgument,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended, over broken connections; end with its exit code.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the training job's log.
+
+    With -f a connection that breaks is taken up again where it stopped, each line once; only Ray's own status ends it. Ctrl-C ends the following, not
+    the job. Without -f the exit code is 0 whatever became of the job.
+    """
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    text: list[str] = []
+    job = Stack(stack).logs(text.append if as_json else output.raw, follow_on=follow, note=lambda said: output.progress.print(f"[{said}]", style="dim"))
+    if follow and not as_json:
+        _end(job, output, stack)
+        return
+    if job.submission_id is None:
+        show.job(output, job, stack)
+    output.result({"job": job, "log": "".join(text)})
+    if follow and job.code:
+        raise typer.Exit(job.code)
+
+
+def _end(job: Job, output: Output, stack: str) -> None:
+    from ops import show
+
+    show.job(output, job, stack)
+    output.result(job)
+    if job.code:
+        raise typer.Exit(job.code)
+
+
+@app.command(epilog=errors.help_text())
+def status(stack: StackArgument, as_json: JsonOption = False) -> None:
+    """Show state, uptime, money so far, time to the auto-stop, and the job: step, loss, tokens/s, time left, and which network carries it."""
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    found = Stack(stack).status()
+    show.status(output, found)
+    output.result(found)
+
+
+@app.command(epilog=errors.help_text())
+def cancel(stack: StackArgument, as_json: JsonOption = False) -> None:
+    """Stop the training job and wait until it is stopped. Its checkpoints stay; `train` goes on from the last one. The stack stays up, and bills."""
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    job = Stack(stack).cancel(lambda text: output.progress.print(text, style="dim"))
+    show.job(output, job, stack)
+    output.result(job)
+
+
+@app.command(epilog=errors.help_text(errors.EXIT_LEFT))
+def explain(stack: StackArgument, as_json: JsonOption = False) -> None:
+    """Say in one sentence why the job is not running, and what to do.
+
+    Looks at operator, node groups and their scaling activities, nodes, pods, events and Ray, in that order, and names the first thing that stands in the
+    way. Exit code 0 where the job runs, has ended well or is on its way; 6 where something must be mended.
+    """
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    found = Stack(stack).explain()
+    show.explained(output, found)
+    output.result(found)
+    if not found.running and not found.waiting:
+        raise typer.Exit(errors.EXIT_LEFT)
+
 
 # The account's half has its commands in a module of its own: doctor, plan, cost, leftovers.
 if importlib.util.find_spec("ops.cli_account") is not None:

@@ -318,6 +318,8 @@ def _take(event: auto.EngineEvent, progress: Progress, errors: list[str], failed
     elif said := event.diagnostic_event:
         if said.severity == "error":
             errors.append(said.message)
+        elif said.severity in ("info", "info#err") and said.message.strip():
+            progress.detail = " ".join(said.message.split())[:300]
     elif (end := event.summary_event) and end.resource_changes:
         changes.update({_op(op): int(count) for op, count in end.resource_changes.items()})
 

@@ -59,12 +59,16 @@ class _Resource:
 
 
 class Progress:
-    """Gathers events of one operation. Times are seconds of any one clock; ``down`` turns usual durations and order around."""
+    """Gathers events of one operation. Times are seconds of any one clock; ``down`` turns usual durations and order around.
+
+    detail: what the program itself last said; note: what a person must know now.
+    """
 
     def __init__(self, began: float, down: bool = False) -> None:
         self.began = began
         self.down = down
         self.note = ""
+        self.detail = ""
         self._resources: dict[str, _Resource] = {}
         self._touched: set[str] = set()
 
