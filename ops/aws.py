@@ -126,6 +126,8 @@ def explained(error: Exception, action: str, region: str) -> AwsError:
         return AwsError(f"{where} is not allowed for these credentials ({code}); ask for the right {action}", "denied", code)
     if code in THROTTLED:
         return AwsError(f"{where} was refused as too frequent, five times in a row ({code}); try again in a minute", "throttled", code)
+    if said.lstrip().startswith("<"):  # a page of something on the way, not AWS's words
+        said = f"the answer was no AWS answer but a web page ({code or 'no code'}); a proxy or a captive network may stand between"
     return AwsError(f"{where}: {' '.join(said.split())}" + (f" ({code})" if code and code not in said else ""), "other", code)
 
 

@@ -311,13 +311,13 @@ def nodes(context: Context) -> list[Finding]:
     """Of a stack that is up: node groups with health issues, and what the consoles of its instances say. Empty where there is no cluster."""
     aws, cluster = context.aws, context.target.prefix
     try:
-        groups = list(aws.pages("eks", "list_nodegroups", "nodegroups", clusterName=cluster))
+        aws.ask("eks", "describe_cluster", name=cluster)
     except AwsError as error:
         if error.code == "ResourceNotFoundException":
             return []
         raise
     found: list[Finding] = []
-    for name in groups:
+    for name in aws.pages("eks", "list_nodegroups", "nodegroups", clusterName=cluster):
         group = aws.ask("eks", "describe_nodegroup", clusterName=cluster, nodegroupName=name)["nodegroup"]
         for issue in group.get("health", {}).get("issues", []):
             what = f"{name}: {issue.get('code')}: {issue.get('message')}"

@@ -90,7 +90,8 @@ def examine(
         compared.extend(zones.compare(aws, aim.settings, list(dict.fromkeys((aws.region, *regions))), context.tags))
         return []
 
-    jobs: list[tuple[str, checks.Check]] = [*checks.ALL, ("zones", rank_zones), ("image", _image), ("tools", lambda _: tools.findings())]
+    loose: list[tuple[str, checks.Check]] = [] if pin else [("pins", _unpinned)]
+    jobs: list[tuple[str, checks.Check]] = [*checks.ALL, *loose, ("zones", rank_zones), ("image", _image), ("tools", lambda _: tools.findings())]
     if regions:
         jobs.append(("regions", rank_regions))
     found += _all(jobs, context, progress)
@@ -153,6 +154,17 @@ def _zone_findings(ranked: Sequence[ZoneRank], aim: target.Target) -> list[Findi
         return [Finding("zone", "ok", f"{aim.settings.zone} is chosen; able: {', '.join(good)}")]
     why = "`up` takes the first by name and keeps it; EFA does not cross zones"
     return [Finding("zone", "note", f"no zone is chosen; able: {', '.join(good)}", why, f"`python -m ops doctor {aim.name} --pin` writes {good[0]} down")]
+
+
+def _unpinned(context: checks.Context) -> list[Finding]:
+    """The program says the same at `up`; here it can still be changed."""
+    kept = context.stack.pins
+    loose = [what for what, pin in (("AMI release", kept.ami_release), ("image digest", kept.image_digest or context.stack.ray.image)) if not pin]
+    loose += [f"add-on {name}" for name in pins.wanted_addons(context.stack) if name not in kept.addons]
+    if not loose:
+        return [Finding("pins", "ok", "AMI release, add-ons and image are pinned")]
+    why = "a stack made anew next week would get other versions"
+    return [Finding("pins", "note", f"not pinned: {', '.join(loose)}", why, f"`python -m ops doctor {context.target.name} --pin` writes them down")]
 
 
 def _image(context: checks.Context) -> list[Finding]:

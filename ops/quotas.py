@@ -140,8 +140,10 @@ def vcpu_finding(quota: VcpuQuota | None, what: str, keys: str, region: str) -> 
 
 
 def network_findings(aws: Aws, zone: str | None, own: Mapping[str, str]) -> list[Finding]:
-    """One finding for each limit that the stack's VPC, NAT gateway, address and cluster count against."""
-    return [_network_finding(aws, what, zone, own) for what in NETWORK]
+    """One finding for each limit that the stack's VPC, NAT gateway, address or cluster would break, and one for all that they don't."""
+    every = [_network_finding(aws, what, zone, own) for what in NETWORK]
+    good = [finding.what for finding in every if finding.level == "ok"]
+    return [finding for finding in every if finding.level != "ok"] + ([Finding("limits", "ok", "; ".join(good))] if good else [])
 
 
 def _network_finding(aws: Aws, what: str, zone: str | None, own: Mapping[str, str]) -> Finding:
@@ -159,7 +161,7 @@ def _network_finding(aws: Aws, what: str, zone: str | None, own: Mapping[str, st
             raise
         allowed, known = float(default), f" (AWS's default; the quota {code} could not be read)"
     others, mine = there
-    numbers = f"{what}: {others} of {allowed:g} in use by others{known}"
+    numbers = f"{what}: others use {others} of {allowed:g}{known}"
     if mine or others + 1 <= allowed:
         return Finding("limits", "ok", numbers + (", this stack has its own" if mine else ""))
     return Finding(
