@@ -123,11 +123,13 @@ class Engine:
             raise self._failure(error, []) from error
         return dict(json.loads(found.stdout or "{}"))
 
-    def resources(self) -> list[dict[str, Any]]:
-        """The state's resources, as `pulumi stack export` tells them, secrets encrypted."""
+    def resources(self) -> list[dict[str, Any]] | None:
+        """The state's resources, as `pulumi stack export` tells them, secrets encrypted; None where the engine knows no such stack."""
         try:
             found = self._command.run(["stack", "export", "--stack", self.target.name], str(self.folder), {})
         except auto.CommandError as error:
+            if "no stack named" in str(error):
+                return None
             raise self._failure(error, []) from error
         return list((json.loads(found.stdout).get("deployment") or {}).get("resources") or [])
 

@@ -41,9 +41,9 @@ class Output:
         return not self.as_json and self.out.is_terminal
 
     def line(self, text: str = "", style: str = "") -> None:
-        """A line for a person; a program gets the result alone."""
+        """A line for a person; a program gets the result alone. Wrapped at words on a terminal, whole in a pipe."""
         if not self.as_json:
-            self.out.print(Text(text, style=style), soft_wrap=False)
+            self.out.print(Text(text, style=style), soft_wrap=not self.out.is_terminal)
 
     def raw(self, text: str) -> None:
         """Log text as it is: no wrapping, no styles, control characters but tab and newline shown rather than obeyed."""
@@ -68,7 +68,7 @@ class Output:
             sys.stdout.write(json.dumps({"error": message, "exitCode": exit_code}, indent=2) + "\n")
         text = Text(harmless(f"error: {message}"))
         text.stylize("bold red", 0, 6)
-        self.progress.print(text, soft_wrap=True)
+        self.progress.print(text, soft_wrap=not self.progress.is_terminal)
 
 
 def table(*columns: str, rows: Sequence[Sequence[str]], title: str | None = None, right: Sequence[int] = ()) -> Table:

@@ -149,9 +149,9 @@ class Stack:
         for one of yours only you know.
         """
         began = time.monotonic()
-        resources = self.engine.resources() if self.engine.outputs() is not None else []
+        resources = self.engine.resources() or []
         since = _up_since(resources)
-        outputs = _outputs(resources)
+        outputs = self._known(resources)
         if not _real(resources):
             return Gone(self.name, time.monotonic() - began, {}, None, (), 0, since, None)
         stopped, forgotten = None, []
@@ -226,10 +226,11 @@ class Stack:
         after = {**config.override_training(before, overrides), "run": True}
         plain = {key.removeprefix(f"{config.PROJECT}:"): target.plain_secret(value) for key, value in values.items()}
         config.load({**plain, "training": after}, self.target.region)
-        outputs = self.engine.outputs()
+        resources = self.engine.resources()
+        known = self._known(resources or [])
         running, removed = None, False
-        if outputs and outputs.get("trainingJob"):
-            with self._inside(outputs) as inside:
+        if known.get("trainingJob"):
+            with self._inside(known) as inside:
                 running = inside.job()
                 removed = running is None
         if running is not None and not running.over:
@@ -241,11 +242,12 @@ class Stack:
                     " and starts this one"
                 )
         if after != before:
-            if outputs is None:
+            if resources is None:
                 self.engine.make()
             self.engine.set_object("training", after)
         self.target = target.read(self.name, self.target.file.parent)
-        again = [found["urn"] for found in self.engine.resources() if _is_job(found)] if running is not None and running.state in ("FAILED", "STOPPED") else []
+        failed = running is not None and running.state in ("FAILED", "STOPPED")
+        again = [str(found["urn"]) for found in resources or [] if failed and _is_job(found)]
         self.engine.up(listener, replace=again, refresh=removed)
         outputs = self.engine.outputs() or {}
         with self._inside(outputs) as inside:
@@ -312,10 +314,10 @@ class Stack:
         """State, cost and progress. What can't be asked is a note, not an error."""
         now = datetime.datetime.now(datetime.UTC)
         notes: list[str] = []
-        if self.engine.outputs() is None:
-            return Status(self.name, "down", None, None, None, None, None, None, None, ("the engine knows no such stack yet",))
         resources = self.engine.resources()
-        outputs = _outputs(resources)
+        if resources is None:
+            return Status(self.name, "down", None, None, None, None, None, None, None, ("the engine knows no such stack yet",))
+        outputs = self._known(resources)
         last = self.engine.last_update() or {}
         operation = f"{last['kind']} {last['result']} {last.get('endTime') or last.get('startTime')}" if last else None
         if not _real(resources):
@@ -346,9 +348,10 @@ class Stack:
 
     def explain(self) -> why.Why:
         """Why the job is not running, in one sentence."""
-        outputs = self.engine.outputs()
-        if outputs is None or not outputs.get("rayCluster"):
-            last = self.engine.last_update() if outputs is not None else None
+        resources = self.engine.resources()
+        outputs = self._known(resources or [])
+        if not outputs.get("rayCluster"):
+            last = self.engine.last_update() if resources is not None else None
             if last and last.get("result") in ("failed", "in-progress"):
                 return self._filled(
                     why.Why(
@@ -428,10 +431,23 @@ class Stack:
     # ---- inside
 
     def _up(self) -> dict[str, Any]:
-        outputs = self.engine.outputs()
-        if not outputs or not outputs.get("rayCluster"):
+        known = self._known(self.engine.resources() or [])
+        if not known.get("rayCluster"):
             raise BadInput(f"stack {self.name} is not up: `python -m ops up {self.name}` makes it")
-        return outputs
+        return known
+
+    def _known(self, resources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The outputs; while an `up` is under way, or after one that failed, what follows from the names and the state so far."""
+        outputs = _outputs(resources)
+        existing = self.target.settings.cluster.kind == "existing"
+        cluster = any(found["type"] == "aws:eks/cluster:Cluster" for found in resources)
+        if cluster:
+            outputs = {"clusterName": self.target.prefix, "region": self.target.region, **outputs}
+        if cluster or any(str(found["type"]).startswith("kubernetes:") for found in resources):
+            outputs = {"namespace": self.target.prefix if existing else config.NAMESPACE, "rayCluster": self.target.prefix, **outputs}
+        job = next((found for found in resources if _is_job(found)), None)
+        name = ((job or {}).get("outputs") or {}).get("metadata", {}).get("name")
+        return {**outputs, "trainingJob": name} if name else outputs
 
     @contextlib.contextmanager
     def _inside(self, outputs: Mapping[str, Any]) -> Iterator[Inside]:

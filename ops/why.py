@@ -296,7 +296,7 @@ def _unschedulable(pod: Object, who: str, message: str, facts: Facts) -> Why:
             )
         return Why(
             "full",
-            f"{who} ({name}) asks for {_shown(what, asked)} of {what}, which other pods hold now",
+            f"{who} ({name}) asks for {_shown(what, asked)}, which other pods hold now",
             "wait for them, remove them, or lower the request",
             name,
             waiting=True,
@@ -470,7 +470,7 @@ def _quantity(text: str) -> float:
 
 
 def _shown(what: str, amount: float) -> str:
-    return f"{amount:g} CPUs" if what == "cpu" else f"{amount / 2**30:.1f} GiB"
+    return f"{amount:g} CPU{'' if amount == 1 else 's'}" if what == "cpu" else f"{amount / 2**30:.1f} GiB of {what}"
 
 
 def _event(facts: Facts, pod: str, reasons: Sequence[str], containing: str = "") -> Object | None:
