@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
 
 from ops import doctor as doctors
-from ops import errors
-from ops.cli import JsonOption, StackArgument
-from ops.errors import Attention
+from ops import errors, sweep, target
+from ops import leftovers as left
+from ops.aws import Aws
+from ops.cli import JsonOption, StackArgument, YesOption
+from ops.engine import Engine
+from ops.errors import Attention, BadInput, Refused
+from ops.left_kinds import Leftover
 from ops.output import Output, duration, usd
 
+# A longer list is summed up; --json has all of it.
+MOST_ROWS = 40
 MARKS = {"fail": "FAIL", "warn": "warn", "unknown": "?", "note": "note", "ok": "ok"}
 STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "yellow", "note": "cyan", "ok": "green"}
 
@@ -21,6 +30,7 @@ STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "yellow", "note": "cy
 def register(app: typer.Typer) -> None:
     """Adds the commands to the app."""
     app.command(epilog=errors.help_text(errors.EXIT_LEFT))(doctor)
+    app.command(epilog=errors.help_text(errors.EXIT_LEFT, errors.EXIT_BUSY))(leftovers)
 
 
 @contextlib.contextmanager
@@ -125,3 +135,129 @@ def _flat(pins: dict[str, object]) -> dict[str, str]:
         else:
             found[key] = str(value)
     return found
+
+
+def leftovers(
+    stack: Annotated[str, typer.Argument(metavar="[STACK]", help="Name of the stack: dev means Pulumi.dev.yaml.", show_default=False)] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every stack of this project, in every region of the account.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Show what would be deleted, ask, and delete it: only what carries the stack's tags.")] = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Is it gone? Lists what a stack has left in the account, since when, and what it costs a month.
+
+    Asks AWS itself, not the state: by tags, by the stack's VPC, and by the cluster's name. Exits with 6 if there is anything, or if something could not be
+    asked. A bucket that storage.onDestroy keeps is listed, and is no leftover.
+    """
+    if bool(stack) == everything:
+        raise BadInput("name one stack, or say --all for every stack of this project")
+    output = Output(as_json)
+    with working(output) as progress:
+        found = left.find_all(progress=progress) if everything else left.find(stack, progress=progress)
+    if delete:
+        found = _delete(output, found, yes)
+    show_leftovers(output, found)
+    output.result(found)
+    if not found.clean:
+        raise typer.Exit(errors.EXIT_LEFT)
+
+
+def _delete(output: Output, found: left.Found, yes: bool) -> left.Found:
+    """Shows, asks, deletes, and looks again."""
+    stacks = {item.stack for item in found.left}
+    files = {name: target.read(name) for name in stacks if name in target.known()}
+    for aim in files.values():
+        _not_managed(aim)
+    good, not_ = sweep.deletable(found.left, frozenset(name for name, aim in files.items() if aim.settings.storage.on_destroy == "delete"))
+    if not good:
+        output.line("Nothing here may be deleted by this command.")
+        return found
+    output.table("kind", "name", "stack", "note", rows=[(item.kind, item.name, item.stack, item.note) for item in good], title="To be deleted, in this order")
+    for item, why in not_:
+        output.line(f"stays: {item.kind} {item.name}: {why}")
+    _agree(output, found, len(good), yes)
+    with contextlib.ExitStack() as held:
+        for aim in files.values():
+            with contextlib.suppress(Refused):  # without the engine no one else can be at work with it
+                held.enter_context(Engine(aim).lock("leftovers --delete"))
+        aws = files[found.stack].aws() if found.stack in files else Aws(found.regions[0])
+        with working(output) as progress:
+            swept = sweep.delete(aws, good, progress=progress)
+    output.line(f"{len(swept.deleted)} deleted" + (f", {len(swept.refused)} not:" if swept.refused else ""))
+    for item, why in swept.refused:
+        output.line(f"  {item.kind} {item.name}: {why}")
+    output.line()
+    with working(output) as progress:
+        return left.find(found.stack, progress=progress) if found.stack else left.find_all(progress=progress)
+
+
+def _not_managed(aim: target.Target) -> None:
+    """What the engine still manages is `down`'s to delete: it knows the order, and the state stays true."""
+    try:
+        resources = Engine(aim).resources() or []
+    except Refused:
+        return
+    managed = [found for found in resources if found.get("custom") and not str(found.get("type", "")).startswith("pulumi:")]
+    if managed:
+        raise Attention(
+            f"the state of {aim.name} still holds {len(managed)} resources: `python -m ops down {aim.name}` deletes them; --delete is for what is left then"
+            f" (or after `pulumi stack rm --force {aim.name}`, if the state is of no more use)"
+        )
+
+
+def _agree(output: Output, found: left.Found, count: int, yes: bool) -> None:
+    if yes:
+        return
+    if output.as_json or not sys.stdin.isatty():
+        raise BadInput(f"--delete would delete {count} things for good; say --yes where nobody can be asked")
+    if found.alive:
+        name = found.stack or "all"
+        said = typer.prompt(f"{', '.join(found.alive)} is running. Type {name} to delete it with all the rest")
+        agreed = said.strip() == name
+    else:
+        agreed = typer.confirm(f"Delete these {count} things for good?")
+    if not agreed:
+        raise typer.Abort
+
+
+def show_leftovers(output: Output, found: left.Found) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    whose = f"stack {found.stack}" if found.stack else "any stack of this project"
+    where = found.regions[0] if len(found.regions) == 1 else f"{len(found.regions)} regions"
+    if found.items:
+        many = found.stack is None
+        rows = [
+            (item.kind, item.name, *([f"{item.stack}, {item.region}"] if many else []), _age(item, now), _month(item), _remark(item)) for item in found.items
+        ]
+        columns = ("kind", "name", *(["stack"] if many else []), "age", "a month", "note")
+        output.table(*columns, rows=rows[:MOST_ROWS], right=(len(columns) - 3, len(columns) - 2))
+        if len(rows) > MOST_ROWS:
+            kinds = Counter(item.kind for item in found.items[MOST_ROWS:])
+            output.line(f"and {len(rows) - MOST_ROWS:,} more: {', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())} (--json lists all)")
+        output.line()
+    for problem in found.problems:
+        output.line(f"not asked: {problem}", style="yellow")
+    if found.alive:
+        output.line(f"{', '.join(found.alive)} is running: `python -m ops down` removes a stack that is up", style="yellow")
+    kept = len(found.items) - len(found.left)
+    if found.left:
+        unpriced = f", besides {len(found.unpriced)} whose price is not known" if found.unpriced else ""
+        cost = f"{usd(found.usd_month)} a month{unpriced} (prices of {found.prices_as_of})"
+        output.line(f"{len(found.left):,} things of {whose} are in account {found.account}, {where}: {cost}", style="bold")
+    elif found.problems:
+        output.line(f"nothing was found of {whose} in account {found.account}, {where}, but not everything could be asked", style="bold")
+    else:
+        output.line(f"nothing of {whose} is left in account {found.account}, {where}" + (", but what is kept on purpose" if kept else ""), style="bold green")
+
+
+def _age(item: Leftover, now: datetime.datetime) -> str:
+    return duration((now - item.created).total_seconds()) if item.created else "-"
+
+
+def _month(item: Leftover) -> str:
+    return "?" if item.usd_month is None else "-" if item.usd_month == 0 else usd(item.usd_month)
+
+
+def _remark(item: Leftover) -> str:
+    how = {"vpc": "no tag, in the stack's VPC", "name": "no tag, by its name"}.get(item.by, "")
+    return "; ".join(part for part in (item.note, how, "kept on purpose" if item.kept else "") if part)
