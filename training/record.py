@@ -18,11 +18,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from training.errors import BadInput, TrainingFailed
 from training.schema import file_key
-from training.storage import Place
+
+if TYPE_CHECKING:  # pyarrow, which a reader with files of its own need not have
+    from training.storage import Place
 
 SCHEMA = 1
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
