@@ -3,7 +3,7 @@ PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-training test-program test-aws-sim test-cluster clean
+.PHONY: demo test test-training test-program test-aws-sim test-cluster test-chain clean
 
 # Two environments: torch's gigabytes have no place where `pulumi up` runs.
 T := .venv/bin/python
@@ -26,15 +26,19 @@ test-program: .venv-pulumi/test-ready
 	$(P) -m mypy config.py versions.py prices.py fit.py naming.py infra workloads ops __main__.py
 	$(P) -m pytest tests/graph tests/ops
 
-# The real Pulumi engine against a simulated AWS. LAB: the folder that holds both, and builds the engine's command line on first use.
+# The real Pulumi engine against a simulated AWS. LAB: the folder with the simulator, which builds the engine and an API server on first use.
 LAB ?= ../shared/lab
 test-aws-sim: .venv-pulumi/test-ready
-	$(LAB)/build pulumi
+	$(LAB)/build pulumi pulumi-resource-kubernetes etcd kube
 	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/aws_sim
 
 # The real engine on a real Kubernetes: make test-cluster KUBECONFIG=... CLUSTER_IMAGE=... (tests/cluster/real.py says what else may be named).
 test-cluster: .venv-pulumi/test-ready
 	$(P) -m pytest tests/cluster
+
+# Both at once, on one machine: the program for AWS from VPC to a finished job. What test-cluster is told, and LAB.
+test-chain: .venv-pulumi/test-ready .venv/test-ready
+	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/chain
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'

@@ -18,15 +18,18 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 LAB = Path(os.environ.get("AWS_SIM_LAB", ROOT.parent / "shared" / "lab"))
-PULUMI = Path(os.environ.get("LAB_HOME", "/var/tmp/lab")) / "bin" / "pulumi"
+TOOLS = Path(os.environ.get("LAB_HOME", "/var/tmp/lab")) / "bin"
+PROGRAMS = ("pulumi", "pulumi-resource-kubernetes", "etcd", "kube")
 PROGRAM = ("Pulumi.yaml", "Pulumi.dev.yaml", *(path.name for path in ROOT.glob("*.py")), "prices.json", "infra", "workloads", "training")
 
 
 def missing() -> str | None:
     if not (LAB / "aws_sim" / "run").exists():
         return f"no AWS simulator at {LAB}/aws_sim (AWS_SIM_LAB names another place)"
-    if not PULUMI.exists():
-        return f"no Pulumi CLI at {PULUMI} (LAB_HOME names another place)"
+    if absent := [name for name in PROGRAMS if not (TOOLS / name).exists()]:
+        return f"no {' and no '.join(absent)} in {TOOLS} (LAB_HOME names another place)"
+    if not shutil.which("openssl"):
+        return "no openssl, which makes the API server's key for service accounts"
     if importlib.util.find_spec("pulumi_aws") is None:
         return "the Pulumi program's environment is .venv-pulumi (see requirements.txt)"
     return None
@@ -50,7 +53,7 @@ class Account:
             else:
                 shutil.copy(source, self.project / source.name)
         if self.kubeconfig is None:
-            # The simulated nodes hold no Kubernetes; the half that needs one has tests of its own (tests/graph, tests/cluster, tests/chain).
+            # The half that needs a Kubernetes.
             with (self.project / "workloads" / "build.py").open("a") as file:
                 file.write("\n\ndef build(*_):\n    return {}\n")
         (self.project / ".venv-pulumi").symlink_to(sys.prefix)  # where Pulumi.yaml says the interpreter is
@@ -102,8 +105,13 @@ class Account:
     def report(self) -> dict[str, Any]:
         return dict(json.loads(self.sim("report", "--json")))
 
+    @property
+    def started(self) -> bool:
+        """Whether there has been a command."""
+        return (self.home / "sim" / "account.db").exists()
+
     def resources(self, token: str) -> list[dict[str, Any]]:
-        """Inputs of what the account holds of a kind and has finished making; readable while a command is at work."""
+        """What the account holds of a kind and has finished making, inputs over outputs; readable while a command is at work."""
         with contextlib.closing(sqlite3.connect(f"file:{self.home / 'sim' / 'account.db'}?mode=ro", uri=True, timeout=30)) as state:
             found = state.execute("select inputs, outputs from resources where token = ? and status = 'ACTIVE' order by rid", (token,)).fetchall()
         return [{**json.loads(outputs), **json.loads(inputs)} for inputs, outputs in found]

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
-from simulated import LAB, Account
+
+from tests.aws_sim.api_server import Kubernetes
+from tests.aws_sim.simulated import LAB, Account
 
 pytestmark = pytest.mark.aws_sim
 
 STRESS = LAB / "aws_sim" / "stress.yaml"
 NODE_GROUP = "aws:eks/nodeGroup:NodeGroup"
+# The job's name and its code's are hashes of what they are.
+OF_THE_JOB = {"kubernetes:core/v1:ConfigMap", "kubernetes:ray.io/v1:RayJob"}
 # What the default stack's critical path can't go below, in simulated seconds: control plane 540, GPU node group 240.
 BOUND = 540 + 240
 
@@ -35,6 +39,7 @@ class Round:
     drift: str
     refreshed: str
     destroy: str
+    left: list[str]
     report: dict[str, Any]
 
 
@@ -46,7 +51,7 @@ def round_trip(new_account: Callable[..., Account]) -> Round:
     report_up = account.report()
     again = account.up()
     account.configure({"gpu": {"nodes": 4}, "budget": {"maxHourlyUsd": 50}})
-    more_nodes = account.pulumi("preview", "--diff")
+    more_nodes = account.pulumi("preview")
     account.configure({"gpu": {"nodes": 2, "instanceType": "g6.24xlarge"}})
     other_type = account.pulumi("preview")
     account.configure({"gpu": {"instanceType": "g6.12xlarge"}})
@@ -57,7 +62,7 @@ def round_trip(new_account: Callable[..., Account]) -> Round:
     refreshed = account.up()
     account.sim("put-object", bucket(account), "runs/demo/checkpoint")
     destroy = account.destroy()
-    return Round(preview, up, report_up, again, more_nodes, other_type, audit, drift, refreshed, destroy, account.report())
+    return Round(preview, up, report_up, again, more_nodes, other_type, audit, drift, refreshed, destroy, left(account), account.report())
 
 
 def listed(account: Account, token: str) -> list[dict[str, Any]]:
@@ -70,6 +75,12 @@ def endpoint(account: Account) -> str:
 
 def bucket(account: Account) -> str:
     return str(listed(account, "aws:s3/bucket:Bucket")[0]["id"])
+
+
+def resources(text: str) -> set[tuple[str, str]]:
+    """(change, kind) of each resource line, without the states in between."""
+    found = re.findall(r"^ [ +~-]{1,3}(?:├─ |│  |└─ )*((?:aws|eks|kubernetes|pulumi:providers):\S+) \S+ (create|update|replace|delete)\b", text, re.M)
+    return {(change, kind) for kind, change in found}
 
 
 def test_a_preview_of_an_empty_account_shows_everything_that_up_then_creates(round_trip: Round) -> None:
@@ -96,15 +107,18 @@ def test_a_second_up_changes_nothing(round_trip: Round) -> None:
 
 
 def test_more_nodes_are_an_update_and_never_a_replacement(round_trip: Round) -> None:
-    assert re.search(r"^ +~ 1 to update", round_trip.more_nodes, re.M), round_trip.more_nodes
-    assert "to replace" not in round_trip.more_nodes
+    changes = resources(round_trip.more_nodes)
+    assert {change for change, kind in changes if kind.startswith("aws:")} == {"update"}, round_trip.more_nodes
+    assert ("update", "kubernetes:ray.io/v1:RayCluster") in changes, "more workers for them"
+    assert {kind for change, kind in changes if change == "replace"} <= OF_THE_JOB, "other settings are another job"
 
 
 def test_another_instance_type_replaces_the_gpu_group_and_nothing_else(round_trip: Round) -> None:
-    assert re.search(r"^ +\+-1 to replace", round_trip.other_type, re.M), round_trip.other_type
     replaced = [line for line in round_trip.other_type.splitlines() if re.search(r"\breplace\b", line) and "aws:" in line]
     assert all("aws:eks:NodeGroup" in line and "-gpu" in line for line in replaced)
     assert replaced
+    others = {kind for change, kind in resources(round_trip.other_type) if change == "replace" and not kind.startswith("aws:")}
+    assert others <= OF_THE_JOB, "the connection to Kubernetes and all else stays"
     assert "another instance type replaces them all and stops a running job" in round_trip.other_type, "the preview says what it means"
 
 
@@ -123,6 +137,28 @@ def test_destroy_leaves_nothing_and_aws_complains_of_nothing(round_trip: Round) 
     assert round_trip.report["findings"] == []
     assert round_trip.report["usd_per_hour_now"] == 0
     assert round_trip.report["unknown_tokens"].keys() <= {"aws:scheduler/schedule:Schedule"}, "the simulator has no rule for schedules"
+
+
+def test_destroy_takes_every_kubernetes_object_before_the_first_node(round_trip: Round) -> None:
+    assert_kubernetes_goes_first(round_trip.destroy)
+    assert round_trip.left == []
+
+
+def assert_kubernetes_goes_first(destroy: str) -> None:
+    lines = destroy.splitlines()
+    gone = [i for i, line in enumerate(lines) if re.search(r" kubernetes:\S+ .*deleted", line)]
+    first = min(i for i, line in enumerate(lines) if re.search(r" aws:eks:NodeGroup .*deleting", line))
+    assert gone, destroy
+    assert max(gone) < first, destroy
+
+
+def left(account: Account) -> list[str]:
+    """What the stack's Kubernetes still holds of what the program makes there."""
+    assert account.kubeconfig is not None
+    kubernetes = Kubernetes(account.kubeconfig)
+    kinds = ("apis/ray.io/v1/rayclusters", "apis/ray.io/v1/rayjobs", "apis/rbac.authorization.k8s.io/v1/clusterroles", "api/v1/namespaces", "api/v1/secrets")
+    names = [item["metadata"]["name"] for kind in kinds for item in kubernetes.items(kind)]
+    return [name for name in names if name == "ray" or "ray-train-efa" in name or "helm" in name]
 
 
 def test_nothing_stands_between_network_control_plane_addons_and_gpu_nodes(round_trip: Round) -> None:
@@ -173,10 +209,11 @@ def test_every_kind_of_stack_survives_the_worst_legal_timing(new_account: Callab
     assert re.search(r"^ +\+ \d+ created", up, re.M), up
     assert "missing dependencies: 0" in account.audit()
     assert re.search(r"^ +\d+ unchanged", account.up(simulation=slow), re.M)
-    account.destroy(simulation=slow)
+    assert_kubernetes_goes_first(account.destroy(simulation=slow))
     report = account.report()
     assert report["leftovers"] == []
     assert report["findings"] == []
+    assert left(account) == []
 
 
 def test_the_default_stack_survives_the_worst_legal_timing(new_account: Callable[..., Account]) -> None:
@@ -281,7 +318,7 @@ def test_another_zone_moves_the_nodes_and_keeps_the_control_plane(new_account: C
 
 
 def test_two_stacks_live_side_by_side(new_account: Callable[..., Account]) -> None:
-    one = new_account()
+    one = new_account(workloads=False)  # each would have a Kubernetes of its own
     two = dataclasses.replace(one, stack="two")
     two.write({"storage": {"onDestroy": "delete"}, "owner": "someone else"})
     two.init()
