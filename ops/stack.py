@@ -23,6 +23,7 @@ from ops.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_
 from ops.kube import Kube
 from ops.ray_jobs import ENDED, PORT, NoSuchJob, RayJobs
 from workloads.kuberay import pod_labels, release_name
+from workloads.storage import run_storage
 
 # What AWS needs to give back interfaces and the like.
 RETRY_SECONDS = (30, 60, 120)
@@ -450,8 +451,23 @@ class Stack:
         return {**outputs, "trainingJob": name} if name else outputs
 
     @contextlib.contextmanager
+    def inside(self) -> Iterator[Inside]:
+        """What runs in the stack's Kubernetes. Raises BadInput where the stack is not up."""
+        with self._inside(self._up()) as found:
+            yield found
+
+    @contextlib.contextmanager
     def _inside(self, outputs: Mapping[str, Any]) -> Iterator[Inside]:
-        yield Inside(kube.connect(self.target, outputs), str(outputs.get("namespace")), str(outputs.get("rayCluster")), outputs.get("trainingJob"))
+        settings = self.target.settings
+        storage = run_storage(settings).uri if settings.cluster.kind == "existing" else f"s3://{outputs.get('bucket')}/{settings.storage.prefix}"
+        yield Inside(
+            kube=kube.connect(self.target, outputs),
+            namespace=str(outputs.get("namespace")),
+            ray_cluster=str(outputs.get("rayCluster")),
+            job_name=outputs.get("trainingJob"),
+            storage=str(settings.training.settings.get("storage") or storage),
+            usd_hour=self._usd_hour(outputs),
+        )
 
     def _usd_hour(self, outputs: Mapping[str, Any]) -> float | None:
         if self.target.settings.cluster.kind == "existing":
@@ -462,12 +478,14 @@ class Stack:
 
 @dataclasses.dataclass
 class Inside:
-    """The stack's namespace, Ray cluster and training job, seen through the Kubernetes API."""
+    """The stack's namespace, Ray cluster and training job, seen through the Kubernetes API. storage: where runs go, as the pods name it."""
 
     kube: Kube
     namespace: str
     ray_cluster: str
     job_name: str | None
+    storage: str
+    usd_hour: float | None
     _ray: RayJobs | None = None
 
     def optional(self, path: str) -> dict[str, Any] | None:
@@ -484,6 +502,17 @@ class Inside:
             if (pod.get("status") or {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp"):
                 return str(pod["metadata"]["name"])
         raise Refused("the Ray head is not running; `python -m ops explain` says why")
+
+    def in_head(self, command: list[str]) -> str:
+        """What a command in the head's container prints."""
+        return self.kube.run(self.namespace, self.head(), "ray-head", command)
+
+    def run_name(self) -> str | None:
+        """The name of the run that the training job works on; None before it said so."""
+        job = self.job()
+        if job is None or job.submission_id is None:
+            return None
+        return job_log.read(self.ray().log(job.submission_id)).run
 
     def ray(self) -> RayJobs:
         """Ray's job API. The head is looked up at each connection, for it may have been replaced."""
