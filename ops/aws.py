@@ -137,8 +137,8 @@ def _prefix(service: str) -> str:
 
 
 def tags_of(item: Mapping[str, Any], key: str = "Tags") -> dict[str, str]:
-    """Tags as a mapping, from either of the two shapes that AWS gives them."""
-    found = item.get(key) or {}
+    """Tags as a mapping, from any of the shapes that AWS gives them; EC2's network interfaces call them TagSet."""
+    found = item.get(key) or item.get("TagSet") or {}
     if isinstance(found, Mapping):
         return {str(k): str(v) for k, v in found.items()}
     return {str(tag.get("Key", tag.get("key"))): str(tag.get("Value", tag.get("value", ""))) for tag in found}

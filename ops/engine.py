@@ -160,6 +160,19 @@ class Engine:
         """Makes the stack what its file says. replace: URNs to be made anew."""
         return self._operation("up", lambda stack, hooks: stack.up(replace=list(replace), refresh=refresh, **hooks), listener)
 
+    def preview(self, on_step: Callable[[str, str, str], Any]) -> Done:
+        """What an `up` would do, and does not; on_step is told of each resource: URN, type, op."""
+
+        def call(stack: auto.Stack, hooks: dict[str, Any]) -> Any:
+            def told(event: auto.EngineEvent) -> None:
+                hooks["on_event"](event)
+                if before := event.resource_pre_event:
+                    on_step(before.metadata.urn, before.metadata.type, _op(before.metadata.op))
+
+            return stack.preview(**{**hooks, "on_event": told})
+
+        return self._operation("preview", call, None)
+
     def refresh(self, listener: Listener | None = None) -> Done:
         """Asks what is really there, and writes it into the state. Creations that never came are cleared."""
         return self._operation("refresh", lambda stack, hooks: stack.refresh(**hooks), listener)
