@@ -11,15 +11,17 @@ from typing import Annotated
 
 import typer
 
+from ops import cost as costs
 from ops import doctor as doctors
 from ops import errors, sweep, target
 from ops import leftovers as left
+from ops import plan as plans
 from ops.aws import Aws
 from ops.cli import JsonOption, StackArgument, YesOption
 from ops.engine import Engine
 from ops.errors import Attention, BadInput, Refused
 from ops.left_kinds import Leftover
-from ops.output import Output, duration, usd
+from ops.output import Output, duration, plain, usd
 
 # A longer list is summed up; --json has all of it.
 MOST_ROWS = 40
@@ -30,6 +32,8 @@ STYLES = {"fail": "bold red", "warn": "yellow", "unknown": "yellow", "note": "cy
 def register(app: typer.Typer) -> None:
     """Adds the commands to the app."""
     app.command(epilog=errors.help_text(errors.EXIT_LEFT))(doctor)
+    app.command(epilog=errors.help_text(errors.EXIT_BUSY))(plan)
+    app.command(epilog=errors.help_text())(cost)
     app.command(epilog=errors.help_text(errors.EXIT_LEFT, errors.EXIT_BUSY))(leftovers)
 
 
@@ -135,6 +139,131 @@ def _flat(pins: dict[str, object]) -> dict[str, str]:
         else:
             found[key] = str(value)
     return found
+
+
+def plan(
+    stack: StackArgument,
+    offline: Annotated[bool, typer.Option("--offline", help="Without an account and without the engine: for a first look, before you have AWS.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What would `up` build, and what would it cost? Changes nothing.
+
+    Of a stack that is up: what `up` would change (a preview of the engine). Of a new one: all that would be made, checked against your account.
+    """
+    output = Output(as_json)
+    with working(output) as progress:
+        found = plans.plan(stack, offline=offline, progress=progress)
+    show_plan(output, found)
+    output.result(found)
+
+
+def show_plan(output: Output, found: plans.Plan) -> None:
+    basis = {
+        "engine": "what `up` would change",
+        "account": "a new stack, checked against your account",
+        "offline": "a new stack in any account that allows it: zones, quota and prices of yours are not asked",
+    }[found.basis]
+    output.line(f"{found.stack}{f', {found.region}' if found.region else ''}: {basis}", style="bold")
+    for text in found.said:
+        output.line(f"  {text}", style="dim")
+    output.line()
+    rows: dict[tuple[str, str], list[str]] = {}
+    for item in found.planned:
+        rows.setdefault((item.part, item.op), []).append(f"{item.count} {item.kind}" if item.count > 1 else item.kind)
+    if rows:
+        creating = all(op == "create" for _, op in rows)
+        table = [(part, *([] if creating else [op]), ", ".join(kinds)) for (part, op), kinds in rows.items()]
+        output.table("part", *([] if creating else ["what"]), "resources", rows=table)
+        output.line(f"{', '.join(f'{count} to {op}' for op, count in found.changes.items())}")
+    else:
+        output.line("nothing to change")
+    if found.cost is None:
+        output.line("AWS bills nothing for a stack on an existing cluster")
+        return
+    output.line()
+    bill = found.cost
+    lines = [(line.what, str(line.count), usd(line.usd_hour), usd(line.count * line.usd_hour)) for line in bill.lines]
+    output.table("billed", "count", "an hour each", "an hour", rows=lines, right=(1, 2, 3))
+    sums = [("an hour, with all nodes up", usd(bill.an_hour))]
+    if bill.until_stop is not None:
+        sums.append((f"until auto-stop ({bill.stop_after})", usd(bill.until_stop)))
+        sums.append(("an hour after it: all but the GPU nodes", usd(bill.after_stop_an_hour)))
+    sums.append(("forgotten from Friday 18:00 to Monday 09:00", usd(bill.weekend)))
+    if bill.until_stop is None:
+        sums.append(("a month; budget.stopAfter is not set, so nothing stops it", usd(bill.a_month)))
+    output.line()
+    output.table("cost", "", rows=sums, right=(1,))
+    if bill.unknown:
+        output.line(f"without {', '.join(bill.unknown)}, whose price is not known: `python -m ops cost {found.stack} --refresh`", style="yellow")
+    output.line(f"prices of {bill.as_of}, on demand; not in it: {', '.join(costs.NOT_COUNTED)}", style="dim")
+
+
+def cost(
+    stack: StackArgument,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Ask AWS's price list API about the stack's region, and keep the answer in prices.json.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What has the stack cost so far, an hour, a run, and a million tokens?
+
+    Hours are AWS's own: when it made the control plane, the nodes and the NAT gateway, and the scaling groups' history of nodes that are gone.
+    """
+    output = Output(as_json)
+    with working(output) as progress:
+        renewed = costs.refresh(stack, progress=progress) if refresh else None
+        spent = costs.so_far(stack, progress=progress)
+    if renewed:
+        changes = [(name, "-" if old is None else f"{old:g}", f"{new:g}") for name, (old, new) in renewed.changed.items()]
+        if changes:
+            output.table("price", "was", "is", rows=changes, right=(1, 2), title=f"{renewed.file.name}: {renewed.region}, {renewed.as_of}")
+        else:
+            output.line(f"{renewed.file.name}: no price of {renewed.region} has changed")
+        if renewed.missing:
+            output.line(f"the price list API names no price of {', '.join(renewed.missing)}", style="yellow")
+        output.line()
+    show_spent(output, spent)
+    output.result({**plain(spent), "usd": spent.usd, "usdHour": spent.usd_hour, "usdPerMillionTokens": spent.usd_per_million_tokens})
+
+
+def show_spent(output: Output, spent: costs.Spent) -> None:
+    """So far; the same for a receipt, where nothing runs any more."""
+    if not spent.parts:
+        output.line(f"nothing of {spent.stack} runs in account {spent.account}, {spent.region}: it costs nothing now")
+    else:
+        rows = [
+            (
+                part.what,
+                f"{part.hours:,.2f}",
+                str(part.running),
+                "?" if part.usd_hour is None else usd(part.usd_hour),
+                "?" if part.usd_hour is None else usd(part.usd),
+            )
+            for part in spent.parts
+        ]
+        output.table("billed", "hours", "now", "an hour each", "so far", rows=rows, right=(1, 2, 3, 4))
+        since = f" since {spent.since:%Y-%m-%d %H:%M} UTC" if spent.since else ""
+        rate = f", {usd(spent.usd_hour)} an hour now" if spent.usd_hour else ""
+        output.line(f"{spent.stack}: {usd(spent.usd)}{since}{rate}", style="bold")
+    if spent.runs:
+        output.line()
+        runs = [
+            (
+                run.name,
+                run.outcome,
+                f"{run.hours:.2f}",
+                "-" if run.tokens is None else f"{run.tokens:,}",
+                "?" if run.usd is None else usd(run.usd),
+                "-" if run.usd_per_million_tokens is None else usd(run.usd_per_million_tokens),
+            )
+            for run in spent.runs
+        ]
+        output.table("run", "outcome", "hours", "tokens", "cost", "a million tokens", rows=runs, right=(2, 3, 4, 5))
+        if spent.usd_per_million_tokens is not None:
+            output.line(f"with all idle hours: {usd(spent.usd_per_million_tokens)} a million tokens")
+    for problem in spent.problems:
+        output.line(f"not asked: {problem}", style="yellow")
+    if spent.unknown:
+        output.line(f"without {', '.join(spent.unknown)}, whose price is not known: `python -m ops cost {spent.stack} --refresh`", style="yellow")
+    output.line(f"prices of {spent.prices_as_of}, on demand; not in it: {', '.join(spent.not_counted)}", style="dim")
 
 
 def leftovers(

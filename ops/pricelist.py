@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ops.aws import Aws
@@ -30,6 +31,7 @@ MONTHLY = {
     "fsxScratchGib": ("AmazonFSx", {"deploymentOption": "SCRATCH_2", "storageType": "SSD", "fileSystemType": "Lustre"}),
 }
 # gp3 throughput is listed per GiB/s.
+WORKERS = 8
 SCALE = {"gp3Mibps": 1 / 1024}
 
 
@@ -83,9 +85,14 @@ def part_usd(aws: Aws, part: str, region: str) -> float | None:
 def region_table(aws: Aws, region: str, instance_types: Sequence[str], day: datetime.date | None = None) -> dict[str, Any]:
     """A table as prices.json has it, for one region; what the API has no price of is left out of it, and so counts as unknown. Raises AwsError."""
     today = day or datetime.datetime.now(datetime.UTC).date()
-    hourly = {part: price for part in HOURLY if (price := part_usd(aws, part, region)) is not None}
-    monthly = {part: price for part in MONTHLY if (price := part_usd(aws, part, region)) is not None}
-    instances = {name: price for name in dict.fromkeys(instance_types) if (price := instance_usd(aws, name, region)) is not None}
+    aws.elsewhere(HOME).client("pricing")  # made once, before many threads want it
+    with ThreadPoolExecutor(max_workers=WORKERS) as pool:
+        parts = dict(zip((*HOURLY, *MONTHLY), pool.map(lambda part: part_usd(aws, part, region), (*HOURLY, *MONTHLY)), strict=True))
+        names = list(dict.fromkeys(instance_types))
+        found = dict(zip(names, pool.map(lambda name: instance_usd(aws, name, region), names), strict=True))
+    hourly = {part: price for part in HOURLY if (price := parts[part]) is not None}
+    monthly = {part: price for part in MONTHLY if (price := parts[part]) is not None}
+    instances = {name: price for name, price in found.items() if price is not None}
     source = SOURCE.format(day=today.isoformat())
     return {
         "asOf": today.isoformat(),
