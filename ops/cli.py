@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from config import BadInput
 from ops import errors
 from ops.errors import OpsError
-from ops.output import Output
+from ops.output import Output, plain
 
 if TYPE_CHECKING:
     from ops.stack import Job, Stack
@@ -206,6 +207,77 @@ def explain(stack: StackArgument, as_json: JsonOption = False) -> None:
     output.result(found)
     if not found.running and not found.waiting:
         raise typer.Exit(errors.EXIT_LEFT)
+
+
+RUN_HELP = "A run: its folder, s3://bucket/runs/NAME, STACK (the run of its newest job) or STACK/NAME."
+
+
+@app.command(epilog=errors.help_text(errors.EXIT_TRANSPORT_NOT_PROVEN))
+def verdict(run: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)], as_json: JsonOption = False) -> None:
+    """Show which network carried a run, and how we know: the gate's verdict, rank by rank and host by host.
+
+    Exit code 0 where the run's network is proven, or none was demanded; 4 where it is the wrong one, unproven, or never judged.
+    """
+    from ops import runs, show
+
+    output = Output(as_json)
+    found = runs.find(run)
+    ok = show.verdict(output, found)
+    output.result(found.verdict or {"outcome": "unproven", "reasons": [], "run": found.name})
+    if not ok:
+        raise typer.Exit(errors.EXIT_TRANSPORT_NOT_PROVEN)
+
+
+@app.command(epilog=errors.help_text())
+def compare(
+    run: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=RUN_HELP)],
+    picture: Annotated[Path, typer.Option("--page", metavar="FILE", help="Where the page with the picture goes.")] = Path("comparison.html"),
+    as_json: JsonOption = False,
+) -> None:
+    """Show what differs between runs (settings, versions, image, code, data, hosts) and what it did to loss, tokens/s, network and cost.
+
+    A table here, and a page with the curves that needs nothing but a browser.
+    """
+    from ops import compare as comparing
+    from ops import runs, show
+
+    output = Output(as_json)
+    found = [runs.find(one) for one in run]
+    told = comparing.compare(found)
+    show.write(picture, comparing.as_page(told, found))
+    show.compared(output, told)
+    output.line(f"page: {picture}")
+    output.result({**plain(told), "page": str(picture)})
+
+
+@app.command(epilog=errors.help_text(errors.EXIT_BUSY, errors.EXIT_TRANSPORT_NOT_PROVEN))
+def prove(
+    stack: StackArgument,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=20, help="How often each pair of legs runs; each round turns the order around.")] = 2,
+    steps: Annotated[int, typer.Option("--steps", min=5, help="Optimizer steps of a leg.")] = 40,
+    curve: Annotated[bool, typer.Option("--curve/--no-curve", help="Measure the all-reduce bandwidth curve, too.")] = True,
+    picture: Annotated[Path, typer.Option("--page", metavar="FILE", help="Where the page with the picture goes.")] = Path("proof.html"),
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that the gate works here, and say what EFA is worth: the same short job over EFA and with TCP forced, in both orders, repeated.
+
+    The gate must pass the first and reject the second; a third leg takes NCCL's plugin away and must be refused. Prints EFA's speed over TCP's with its
+    spread, and the all-reduce bandwidth curve. On workers without EFA (a cluster you have) the gate must pass tcp and refuse efa, over gloo; that is
+    said. Runs on the stack's own Ray cluster, so the stack must be up, with training.data and training.model set and no job running. Exit code 4 where
+    any leg did not go as it must.
+    """
+    from ops import prove as proving
+    from ops import show
+    from ops.stack import Stack
+
+    output = Output(as_json)
+    found = Stack(stack).prove(rounds=rounds, steps=steps, curve=curve, note=lambda text: output.progress.print(text, style="dim"))
+    show.write(picture, proving.as_page(found))
+    show.proved(output, found)
+    output.line(f"page: {picture}")
+    output.result({**plain(found), "page": str(picture)})
+    if not found.holds:
+        raise typer.Exit(errors.EXIT_TRANSPORT_NOT_PROVEN)
 
 
 # The account's half has its commands in a module of its own: doctor, plan, cost, leftovers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,9 +13,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ops import phases
+from config import BadInput
+from ops import phases, prove
+from ops.compare import Comparison
 from ops.output import Output, duration, harmless, usd
 from ops.phases import Progress
+from ops.prove import Proof
+from ops.runs import Run
 from ops.stack import Gone, Job, Status, Update
 from ops.why import Why
 
@@ -217,3 +222,86 @@ def explained(output: Output, found: Why) -> None:
     output.line(f"{harmless(found.sentence)}", style=style)
     if found.do:
         output.line(f"do: {harmless(found.do)}")
+
+
+def verdict(output: Output, run: Run) -> bool:
+    """The gate's verdict for a person; returns whether the run's network is proven, or none was demanded."""
+    found = run.verdict
+    if found is None:
+        output.line(f"{run.name}: not judged; the gate speaks after the first step", style="bold yellow")
+        return False
+    ok = found.get("outcome") in ("pass", "not-required")
+    ranks, hosts = found.get("ranks") or [], found.get("hosts") or []
+    output.line(
+        f"{run.name}: {found.get('outcome')}: expected {found.get('expected')}, observed {found.get('observed')}"
+        f" ({len(ranks)} ranks on {len(hosts)} hosts, attempt {found.get('attempt')}, {found.get('judgedAt')})",
+        style="bold green" if found.get("outcome") == "pass" else "bold" if ok else "bold red",
+    )
+    rows = [
+        (
+            str(rank.get("rank", "-")),
+            str(rank.get("host", "-")),
+            "+".join(rank.get("networks") or []) or str(rank.get("backend") or "-"),
+            "+".join(rank.get("providers") or []) or "-",
+            str(rank.get("nics") if rank.get("nics") is not None else "-"),
+            " ".join(sorted({str(channel).split("/")[0] for channel in rank.get("channels") or []})) or "-",
+        )
+        for rank in ranks
+    ]
+    if rows:
+        output.table("rank", "host", "network", "provider", "NICs", "channels", rows=rows)
+    moved = [host for host in hosts if host.get("efaTx") is not None or host.get("nicTx") is not None]
+    if moved:
+        output.table(
+            "host",
+            "EFA sent",
+            "received",
+            "NIC sent",
+            "received",
+            rows=[(str(host.get("host")), *(_gb(host.get(key)) for key in ("efaTx", "efaRx", "nicTx", "nicRx"))) for host in moved],
+            right=(1, 2, 3, 4),
+        )
+    for number, reason in enumerate(found.get("reasons") or [], 1):
+        output.line(f"{number}. {reason.get('rule')}, {reason.get('where')}: {reason.get('saw')}")
+        output.line(f"   do: {reason.get('do')}")
+    for note in found.get("notes") or []:
+        output.line(f"note: {note}", style="dim")
+    return ok
+
+
+def _gb(number: Any) -> str:
+    return "-" if number is None else f"{number / 1e9:.2f} GB"
+
+
+def compared(output: Output, found: Comparison) -> None:
+    """What came out, then what differs."""
+    output.table("what came out", *found.names, rows=[(row.what, *row.values) for row in found.results])
+    output.line()
+    if found.differences:
+        output.table("what differs", *found.names, rows=[(row.what, *row.values) for row in found.differences])
+    else:
+        output.line("settings, versions, image, code and data are the same")
+
+
+def proved(output: Output, found: Proof) -> None:
+    """Legs, curves and the conclusion."""
+    output.table(*prove.COLUMNS, rows=prove.rows(found), right=(0, 6))
+    for curve in found.curves:
+        output.line()
+        rows = [(f"{row['bytes']:,.0f}", f"{row['seconds'] * 1e6:,.0f}", f"{row['algorithm']:.3g}", f"{row['bus']:.3g}") for row in curve.rows]
+        output.table(
+            "bytes", "time, us", "algorithm GB/s", "bus GB/s", rows=rows, title=f"all-reduce over {curve.transport} ({curve.tool})", right=(0, 1, 2, 3)
+        )
+    output.line()
+    first, *rest = prove.summary(found)
+    output.line(first, style="bold green" if found.holds else "bold red")
+    for line in rest:
+        output.line(line)
+
+
+def write(file: Path, text: str) -> None:
+    """Writes a page. Raises BadInput where that is not possible."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{file}: can't be written ({error}); name another place with --page") from error

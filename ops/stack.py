@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +17,18 @@ from typing import Any
 
 import config
 import prices
-from ops import follow, job_log, kube, target, trouble, why
+from ops import follow, job_log, kube, prove, target, trouble, why
 from ops.aws import Aws, AwsError
 from ops.engine import Engine, EngineFailed, Listener
 from ops.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, Busy, Refused
 from ops.kube import Kube
-from ops.ray_jobs import ENDED, PORT, NoSuchJob, RayJobs
+from ops.ray_jobs import ENDED, PORT, NoSuchJob, RayJob, RayJobs
+from training.transport import evidence
+from training.transport.verdict import Expectation, judge
+from workloads import job as job_builder
+from workloads.build import settings_of
 from workloads.kuberay import pod_labels, release_name
+from workloads.manifests import Workers
 from workloads.storage import run_storage
 
 # What AWS needs to give back interfaces and the like.
@@ -32,7 +38,12 @@ NAMED_SECONDS, STOPPED_SECONDS = 60, 60
 POLL_SECONDS = 2.0
 KUBERNETES = ("kubernetes:", "pulumi:providers:kubernetes")
 
+# A leg of a proof is short; one that takes longer than this is stuck.
+PROOF_SECONDS = 1800
+
 Say = Callable[[str], None]
+# Entry point, runtime environment, files of the working directory.
+Submission = tuple[str, Mapping[str, Any], Mapping[str, str]]
 
 
 def _silent(_: str) -> None:
@@ -309,6 +320,74 @@ class Stack:
                 time.sleep(POLL_SECONDS)
             raise Refused(f"job {job.name} was asked to stop and still runs after {3 * STOPPED_SECONDS} s; `python -m ops explain {self.name}`")
 
+    # ---- the proof
+
+    def prove(self, *, rounds: int = 2, steps: int = 40, curve: bool = True, note: Say = _silent) -> prove.Proof:
+        """Runs the short jobs of a proof, one after the other, on the stack's Ray cluster: see :mod:`ops.prove`. The training job's settings are the stack's.
+
+        Raises Busy while a training job runs, BadInput where the stack file names no data or model.
+        """
+        training = self._settings_for_a_run()
+        with self.engine.lock("prove"), self.inside() as inside:
+            running = inside.job()
+            if running is not None and not running.over:
+                raise Busy(f"job {running.name} is {running.state}, and a proof needs all workers; wait, or `python -m ops cancel {self.name}`")
+            workers = inside.workers()
+            base = settings_of(self.target.settings, training, workers, inside.storage)
+            code = job_builder.source_files(self.target.file.parent / "training")
+            began = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}"
+            results: list[prove.Result] = []
+            for number, leg in prove.legs(workers.efa > 0, rounds):
+                run = f"prove-{began}-{number}-{leg.name}"
+                note(f"round {number} of {rounds}: {leg.name} ({steps} steps, must {'pass' if leg.must == prove.PASS else 'be refused'})")
+                made = self._short_job(
+                    inside, workers, training, prove.settings_of(leg, base, steps, run), code, {**config.nccl_environment(leg.transport), **leg.environment}
+                )
+                job, log = inside.run_to_the_end(run, made)
+                results.append(prove.judged(leg, number, job, log))
+                note(f"  {'as it must' if results[-1].held else 'NOT as it must'}: {results[-1].said}")
+                if leg == prove.TCP and workers.gpus and results[-1].held:
+                    results.append(inside.tcp_judged_as_efa(run, number, workers))
+            curves = []
+            for transport in (("efa", "tcp") if workers.efa else ("tcp",)) if curve else ():
+                note(f"all-reduce over {transport}")
+                environment = config.nccl_environment(transport)
+                files = {
+                    "all_reduce.py": prove.CURVE.read_text(encoding="utf-8"),
+                    "curve.json": json.dumps({"environment": environment, "mostBytes": 2**30 if workers.gpus else 2**24}),
+                }
+                run = f"all-reduce-{began}-{transport}"
+                job, log = inside.run_to_the_end(run, ("timeout 1800 python all_reduce.py", {}, files))
+                curves.append(prove.curve_of(log, transport))
+            return prove.proof(self.name, results, curves, workers.efa > 0)
+
+    def _settings_for_a_run(self) -> config.Training:
+        values = {
+            key.removeprefix(f"{config.PROJECT}:"): target.plain_secret(value)
+            for key, value in target.mapping(self.target.file).items()
+            if str(key).startswith(f"{config.PROJECT}:")
+        }
+        return config.load({**values, "training": {**(values.get("training") or {}), "run": True}}, self.target.region).training
+
+    def _short_job(
+        self, inside: Inside, workers: Workers, training: config.Training, settings: Mapping[str, Any], code: Mapping[str, str], environment: Mapping[str, str]
+    ) -> Submission:
+        """Entry point, runtime environment and files of a job, as the stack's own RayJob would have them."""
+        made = job_builder.Job(
+            cluster=inside.ray_cluster,
+            image=self.target.settings.image,
+            ranks=workers.ranks,
+            settings=settings,
+            code=code,
+            environment={**training.environment, **environment},
+            pip=training.pip,
+            deadline=PROOF_SECONDS,
+            on_eks=self.target.settings.cluster.kind == "create",
+        )
+        spec = job_builder.ray_job(made)
+        runtime = json.loads(spec["runtimeEnvYAML"])
+        return str(spec["entrypoint"]), {key: value for key, value in runtime.items() if key not in ("working_dir", "excludes")}, made.files
+
     # ---- looking
 
     def status(self) -> Status:
@@ -506,6 +585,39 @@ class Inside:
     def in_head(self, command: list[str]) -> str:
         """What a command in the head's container prints."""
         return self.kube.run(self.namespace, self.head(), "ray-head", command)
+
+    def workers(self) -> Workers:
+        """The worker pods' share, as the RayCluster says it."""
+        spec = self.kube.get(f"/apis/ray.io/v1/namespaces/{self.namespace}/rayclusters/{self.ray_cluster}")["spec"]["workerGroupSpecs"][0]
+        limits = spec["template"]["spec"]["containers"][0]["resources"]["limits"]
+        count = {name: int(limits.get(name, 0)) for name in ("nvidia.com/gpu", "vpc.amazonaws.com/efa")}
+        most = int(spec["maxReplicas"])
+        return Workers(
+            least=int(spec["minReplicas"]), most=most, cpu=1, memory=str(limits["memory"]), gpus=count["nvidia.com/gpu"], efa=count["vpc.amazonaws.com/efa"]
+        )
+
+    def run_to_the_end(self, submission_id: str, made: Submission) -> tuple[RayJob, str]:
+        """Submits a job, waits for its end and returns it with its log. Stopped where this process is."""
+        jobs = self.ray()
+        jobs.submit(submission_id, *made)
+        try:
+            ended = follow.follow(jobs, submission_id, _silent)
+        except BaseException:
+            with contextlib.suppress(Refused):
+                jobs.stop(submission_id)
+            raise
+        return ended, jobs.log(submission_id)
+
+    def tcp_judged_as_efa(self, run: str, number: int, workers: Workers) -> prove.Result:
+        """What the gate makes of a run over sockets that claims to be over EFA: NCCL's own words of every rank, judged again."""
+        selector = f"ray.io/cluster={self.ray_cluster},ray.io/node-type=worker"
+        texts: list[str] = []
+        for pod in self.kube.items(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector):
+            name = str(pod["metadata"]["name"])
+            texts.append(self.kube.run(self.namespace, name, "ray-worker", ["sh", "-c", 'cat /tmp/nccl-logs-*/nccl."$0".attempt-1.rank-*.log', run]))
+        verdict = judge(evidence.read_text("\n".join(texts), run), Expectation("efa", hosts=workers.most, ranks=workers.ranks), run=run)
+        said = f"{verdict.line()}" + (f"; {verdict.reasons[0].where}: {verdict.reasons[0].saw}" if verdict.reasons else "")
+        return prove.Result("tcp, claimed efa", number, run, prove.REFUSE, verdict.outcome == "fail", verdict.observed, verdict.outcome, None, None, said)
 
     def run_name(self) -> str | None:
         """The name of the run that the training job works on; None before it said so."""

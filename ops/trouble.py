@@ -119,6 +119,8 @@ def sentence(errors: Sequence[str], stack: str, where: str | None = None) -> str
     at = f"{where}: " if where else ""
     # The program's own words are made for people already.
     for text in told:
+        if hook := re.search(r'(?:before|after) hook "[^"]*" failed: (.+)', text, re.DOTALL):
+            return f"{at}{' '.join(hook[1].split())[:1000]}"
         if (
             re.search(r"this stack's configuration has|does not fit the account|Ways out:|ray-train-efa:\w+", text)
             and "urn:pulumi" not in text.split("Ways out:")[0]
