@@ -127,11 +127,21 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
         ray.train.report(dict(metrics), checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
 
     world = look_around(ray.train.torch.get_device())
+    hooks = worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint, functools.partial(_blame, lines))
     try:
-        return {"summary": worker.run_rank(settings, world, worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint))}
+        return {"summary": worker.run_rank(settings, world, hooks)}
     except JobError as error:
         # Returned and not raised: what a person must mend would only fail again in Ray's restarts.
         return {"error": {"exit_code": error.exit_code, "text": str(error)}}
+
+
+def _blame(lines: Queue) -> str | None:
+    """When the driver's node goes, Ray ends its workers one by one; the survivors see a peer that vanished, and that alone misleads."""
+    try:
+        ray.get(lines.actor.qsize.remote(), timeout=3)  # type: ignore[attr-defined]
+    except (ray.exceptions.RayError, TimeoutError):
+        return "the Ray head was lost (its pod or node was stopped); start the same job again to go on from the last checkpoint"
+    return None
 
 
 def _told(exit_code: int, text: str) -> JobError:

@@ -35,11 +35,13 @@ JUDGE_EVERY_SECONDS = 600.0
 @dataclasses.dataclass(frozen=True)
 class Hooks:
     """What a launcher gives its workers. ``say`` speaks to the person (rank 0 only calls it); ``on_metrics`` gets rank 0's lines;
-    ``on_checkpoint(step, metrics)`` is called on every rank after a checkpoint was begun."""
+    ``on_checkpoint(step, metrics)`` is called on every rank after a checkpoint was begun; ``blame()`` tells rank 0 what the launcher knows
+    of a failure's cause, None where it knows nothing."""
 
     say: Callable[[str], None]
     on_metrics: Callable[[Mapping[str, float]], None] = lambda _: None
     on_checkpoint: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None
+    blame: Callable[[], str | None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +206,10 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     except Exception as raised:
         error = network.explain(raised)
         if record is not None:
+            reason = f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
+            blamed = None if isinstance(error, JobError) else hooks.blame()
             with contextlib.suppress(OSError):  # the storage may be what failed; the error itself must be the one that is told
-                record.close("failed", step_done, f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}")
+                record.close("failed", step_done, f"{blamed}. {reason}" if blamed else reason)
         raise error from raised if error is not raised else None
     if record is not None:
         record.close("done" if step_done >= settings.steps else "stopped", step_done)

@@ -11,7 +11,7 @@ import pulumi
 from pulumi import ResourceOptions
 
 import config
-from workloads import job, manifests
+from workloads import diagnosis, job, manifests, watch
 from workloads.device_plugins import DevicePlugins, DevicePluginsArgs
 from workloads.kuberay import Operator, OperatorArgs, pod_labels
 from workloads.provider import ClusterAccess, ClusterAccessArgs
@@ -106,6 +106,8 @@ def build(stack: config.Stack, name: str, nodes: Nodes | None, secrets: Mapping[
             namespace=inside,
             operator_labels=pod_labels(name),
             secrets=secrets,
+            devices=diagnosis.Devices(nodes=workers.least, gpus=workers.gpus, efa=workers.efa) if on_eks else None,
+            watched=watch.Watched(kubeconfig=nodes.kubeconfig if nodes else None, context=stack.cluster.context),
             after=[*after, operator.release],
         ),
         shared,
@@ -113,16 +115,17 @@ def build(stack: config.Stack, name: str, nodes: Nodes | None, secrets: Mapping[
     outputs: dict[str, pulumi.Input[object]] = {"namespace": inside, "rayCluster": name}
     if stack.training.run:
         uri = nodes.storage_uri if nodes else pulumi.Output.from_input(storage.uri)
-        planned = uri.apply(lambda known: _job(stack, name, workers, known, code, on_eks))
-        run = TrainingJob(f"{name}-training", TrainingJobArgs(job=planned, namespace=inside, after=[cluster.cluster]), shared)
+        planned = uri.apply(lambda known: _job(stack, name, cluster.pods, workers, known, code, on_eks))
+        run = TrainingJob(f"{name}-training", TrainingJobArgs(job=planned, namespace=inside, after=[cluster.ready]), shared)
         outputs["trainingJob"] = run.name
     return outputs
 
 
-def _job(stack: config.Stack, name: str, workers: manifests.Workers, uri: str, code: Mapping[str, str], on_eks: bool) -> job.Job:
+def _job(stack: config.Stack, name: str, pods: str, workers: manifests.Workers, uri: str, code: Mapping[str, str], on_eks: bool) -> job.Job:
     training = stack.training
     return job.Job(
         cluster=name,
+        pods=pods,
         image=stack.image,
         ranks=workers.ranks,
         settings=settings_of(stack, training, workers, uri),

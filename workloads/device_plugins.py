@@ -13,12 +13,15 @@ from pulumi import ResourceOptions
 from workloads import charts
 
 EFA, NVIDIA = "aws-efa-k8s-device-plugin", "nvidia-device-plugin"
-# An image pull through a throttled registry included.
-TIMEOUT_SECONDS = 900
+# Of one call of Helm's to a slow API server.
+TIMEOUT_SECONDS = 600
 
 
 def release(name: str, source: charts.Source, release_name: str, namespace: pulumi.Input[str], values: Mapping[str, Any], opts: ResourceOptions) -> Any:
-    """A Helm release that is there when its pods are ready."""
+    """A Helm release, not waited for: Helm takes a DaemonSet that wants no pods for ready, and gives no cause for one that is not.
+
+    What is needed of it is looked for where it is needed (watch.py).
+    """
     return k8s.helm.v3.Release(
         name,
         name=release_name,
@@ -27,6 +30,7 @@ def release(name: str, source: charts.Source, release_name: str, namespace: pulu
         repository_opts={"repo": source.repository} if source.repository else None,
         namespace=namespace,
         values=dict(values),
+        skip_await=True,
         timeout=TIMEOUT_SECONDS,
         opts=opts,
     )

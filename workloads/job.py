@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from workloads import manifests
 
 CODE = "/code"
 SETTINGS = "settings.json"
+SUBMITTER_CODE = Path(__file__).with_name("submit.py")
 SOURCE_KINDS = (".py", ".yaml")
 # The API server takes 1 MiB an object, keys and metadata included.
 MOST_CODE = 900 * 1024
@@ -49,9 +49,12 @@ def check_size(files: Mapping[str, str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that decides a run. settings: the job's own, under their file keys. environment: Ray's runtime environment. deadline: seconds."""
+    """Everything that decides a run. settings: the job's own, under their file keys. environment: Ray's runtime environment. deadline: seconds.
+    pods: what the cluster's pods are made from, for new pods end a job.
+    """
 
     cluster: str
+    pods: str
     image: str
     ranks: int
     settings: Mapping[str, Any]
@@ -64,21 +67,17 @@ class Job:
     @property
     def name(self) -> str:
         """``train-1f0c9a7be2d4``: the same inputs give the same name, any other input another one."""
-        return f"train-{_digest(dataclasses.asdict(self))}"
+        return f"train-{manifests.digest(dataclasses.asdict(self))}"
 
     @property
     def code_name(self) -> str:
         """The ConfigMap's name, by its content."""
-        return f"training-{_digest(self.files)}"
+        return f"training-{manifests.digest(self.files)}"
 
     @property
     def files(self) -> dict[str, str]:
-        """What the working directory holds: the package and the settings."""
-        return {**self.code, SETTINGS: json.dumps(dict(self.settings), indent=1, sort_keys=True)}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+        """What the working directory holds: the package, the settings, and what hands them over."""
+        return {**self.code, SETTINGS: json.dumps(dict(self.settings), indent=1, sort_keys=True), SUBMITTER_CODE.name: SUBMITTER_CODE.read_text()}
 
 
 def _key(path: str) -> str:
@@ -100,15 +99,19 @@ def ray_job(job: Job) -> dict[str, Any]:
         "env_vars": dict(job.environment),
         **({"pip": list(job.pip)} if job.pip else {}),
     }
+    runtime_env = json.dumps(runtime, sort_keys=True)
+    # Interrupted first, so that the run can say where it stopped.
+    entrypoint = f"timeout --signal=INT --kill-after=120 {job.deadline} python -m training.job --launcher ray --config {SETTINGS}"
     files = [{"key": _key(path), "path": path} for path in sorted(job.files)]
     return {
         "submissionMode": "K8sJobMode",
         "clusterSelector": {"ray.io/cluster": job.cluster},
-        # Interrupted first, so that the run can say where it stopped.
-        "entrypoint": f"timeout --signal=INT --kill-after=120 {job.deadline} python -m training.job --launcher ray --config {SETTINGS}",
-        "runtimeEnvYAML": json.dumps(runtime, sort_keys=True),
+        "entrypoint": entrypoint,
+        "runtimeEnvYAML": runtime_env,
         # With clusterSelector the operator refuses retries; the job restarts its own workers.
         "backoffLimit": 0,
+        # A second submitter would hand the job over anew, to a head that has lost the first one.
+        "submitterConfig": {"backoffLimit": 0},
         # No ttlSecondsAfterFinished: a job that vanishes would be run again by the next `up`.
         "shutdownAfterJobFinishes": False,
         "activeDeadlineSeconds": job.deadline + START_SECONDS,
@@ -123,6 +126,9 @@ def ray_job(job: Job) -> dict[str, Any]:
                         "name": "ray-job-submitter",
                         "image": job.image,
                         "imagePullPolicy": "IfNotPresent",
+                        "command": ["python", f"{CODE}/{SUBMITTER_CODE.name}"],
+                        # Kubernetes would fill in $(NAME).
+                        "args": [text.replace("$(", "$$(") for text in (entrypoint, runtime_env)],
                         # KubeRay's own template asks for half a CPU and waits for ever on a small node.
                         "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
                         "securityContext": manifests.restricted(),

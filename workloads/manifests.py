@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +19,12 @@ TOKEN_SECRET, TOKEN_KEY = "hugging-face", "token"
 # What the kubelet and the node's own daemons (CNI, kube-proxy, Pod Identity agent, device plugins) take besides what EC2 reports.
 DAEMON_CPUS, DAEMON_GIB = 2, 2
 STOP_SECONDS = 60
+MADE_FROM = "ray-train-efa/made-from"
+
+
+def digest(value: Any) -> str:
+    """Twelve characters that are others for another value (plain data; the order of keys does not count)."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,6 +187,12 @@ def ray_cluster(cluster: Cluster) -> dict[str, Any]:
     """``spec`` of the RayCluster (kuberay v1.6.0, ray-operator/apis/ray/v1/raycluster_types.go)."""
     workers = cluster.workers
     autoscaled = workers.least != workers.most
+    head = _head(cluster, autoscaled)
+    group: dict[str, Any] = {"groupName": "workers", "rayStartParams": {"num-gpus": str(workers.gpus)}, "template": {"spec": _worker_spec(cluster)}}
+    # The operator compares the head alone with its description; this tells of every pod which description it was made from.
+    mark = {MADE_FROM: digest([head, group])}
+    for template in (head["template"], group["template"]):
+        template["metadata"] = {"annotations": mark}
     return {
         "rayVersion": versions.RAY,
         # Without it a changed image or environment is accepted and the old pods stay.
@@ -186,18 +200,9 @@ def ray_cluster(cluster: Cluster) -> dict[str, Any]:
         # Whoever reaches the job API runs code: the network policy keeps others out, the token those who get in all the same.
         "authOptions": {"mode": "token"},
         "enableInTreeAutoscaling": autoscaled,
-        "headGroupSpec": _head(cluster, autoscaled),
-        "workerGroupSpecs": [
-            {
-                "groupName": "workers",
-                # With autoscaling the number is Ray's to write.
-                **({} if autoscaled else {"replicas": workers.most}),
-                "minReplicas": workers.least,
-                "maxReplicas": workers.most,
-                "rayStartParams": {"num-gpus": str(workers.gpus)},
-                "template": {"spec": _worker_spec(cluster)},
-            }
-        ],
+        "headGroupSpec": head,
+        # With autoscaling the number is Ray's to write.
+        "workerGroupSpecs": [{**group, **({} if autoscaled else {"replicas": workers.most}), "minReplicas": workers.least, "maxReplicas": workers.most}],
     }
 
 

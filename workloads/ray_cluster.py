@@ -8,25 +8,49 @@ from typing import Any
 
 import pulumi
 import pulumi_kubernetes as k8s
-from pulumi import CustomTimeouts, ResourceOptions
+from pulumi import CustomTimeouts, ResourceHookBinding, ResourceOptions
 
 import config
-from workloads import manifests, storage
+from workloads import diagnosis, manifests, storage, watch
+
+SEEN = "ray-train-efa/seen-ready"
+WAY_OUT = {
+    True: "Ask for less (ray.headCpu, ray.headMemory), or take larger nodes (system.instanceType, gpu.instanceType)",
+    False: "Ask for less (ray.headCpu, headMemory, workers, workerCpu, workerMemory), or give the cluster more or larger nodes",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RayClusterArgs:
-    """secrets: name -> value of config.SECRETS, None where not set. after: the operator and the device plugins."""
+    """secrets: name -> value of config.SECRETS, None where not set. devices: what the GPU nodes must show first, None where there are none.
+
+    watched: how the program itself sees the cluster. after: the operator and the device plugins.
+    """
 
     cluster: manifests.Cluster
     namespace: pulumi.Input[str]
     operator_labels: Mapping[str, str]
     secrets: Mapping[str, pulumi.Output[str] | None]
+    devices: diagnosis.Devices | None
+    watched: watch.Watched
     after: Sequence[pulumi.Resource]
 
 
+def ready_hook(name: str, args: RayClusterArgs, made_from: str) -> pulumi.ResourceHook:
+    workers = args.cluster.workers
+    want = diagnosis.RayPods(
+        made_from=made_from,
+        workers=workers.least,
+        autoscaled=workers.least != workers.most,
+        way_out=WAY_OUT[args.cluster.on_eks],
+    )
+    return watch.ready_hook(name, args.watched, args.namespace, args.cluster.name, args.operator_labels, want)
+
+
 class RayCluster(pulumi.ComponentResource):
-    """``cluster``: ready when the head and every worker are."""
+    """``cluster``: the RayCluster, there at once. ``ready``: exists when the head and every worker are what the RayCluster says.
+    ``pods``: a text that changes with what the pods are made from.
+    """
 
     def __init__(self, name: str, args: RayClusterArgs, opts: ResourceOptions) -> None:
         super().__init__("ray-train-efa:workloads:RayCluster", name, None, opts)
@@ -48,20 +72,38 @@ class RayCluster(pulumi.ComponentResource):
             # A volume may be made only when the first pod asks for it, and the pods come after the claim.
             unwaited = meta(storage.CLAIM, annotations={"pulumi.com/skipAwait": "true"})
             needed.append(k8s.core.v1.PersistentVolumeClaim(f"{name}-claim", metadata=unwaited, spec=claim, opts=child))
+        spec = manifests.ray_cluster(args.cluster)
+        self.pods: str = spec["headGroupSpec"]["template"]["metadata"]["annotations"][manifests.MADE_FROM]
         self.cluster = k8s.apiextensions.CustomResource(
             f"{name}-cluster",
             api_version="ray.io/v1",
             kind="RayCluster",
-            metadata=meta(args.cluster.name, annotations={"pulumi.com/waitFor": "jsonpath={.status.state}=ready"}),
-            spec=manifests.ray_cluster(args.cluster),
+            metadata=meta(args.cluster.name),
+            spec=spec,
             opts=ResourceOptions(
                 parent=self,
                 depends_on=[*needed, *args.after],
-                # 10 GB of image per node; and ten minutes for Ray's pods to stop.
-                custom_timeouts=CustomTimeouts(create="45m", update="45m", delete="10m"),
+                hooks=self._devices_first(name, args),
+                custom_timeouts=CustomTimeouts(delete="10m"),  # Ray's pods stop first
             ),
         )
+        # The engine waits for a status, and an old one says ready too; nor does it know when to give up. Made only after our own look, this
+        # object says that the cluster of that description was seen working. An interrupted `up` looks again.
+        seen = ready_hook(f"{name}-ready", args, self.pods)
+        self.ready = k8s.core.v1.ConfigMap(
+            f"{name}-ready",
+            metadata=meta(f"{args.cluster.name}-ready", annotations={SEEN: manifests.digest(spec)}),
+            data={},
+            opts=ResourceOptions(parent=self, depends_on=[self.cluster], hooks=ResourceHookBinding(before_create=[seen], before_update=[seen])),
+        )
         self.register_outputs({})
+
+    @staticmethod
+    def _devices_first(name: str, args: RayClusterArgs) -> ResourceHookBinding | None:
+        if args.devices is None:
+            return None
+        look = watch.devices_hook(f"{name}-devices", args.watched, args.devices)
+        return ResourceHookBinding(before_create=[look], before_update=[look])
 
     @staticmethod
     def _secrets(args: RayClusterArgs) -> dict[str, dict[str, pulumi.Output[str]]]:
