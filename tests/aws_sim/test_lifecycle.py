@@ -78,8 +78,8 @@ def bucket(account: Account) -> str:
 
 
 def resources(text: str) -> set[tuple[str, str]]:
-    """(change, kind) of each resource line, without the states in between."""
-    found = re.findall(r"^ [ +~-]{1,3}(?:├─ |│  |└─ )*((?:aws|eks|kubernetes|pulumi:providers):\S+) \S+ (create|update|replace|delete)\b", text, re.M)
+    """(change, kind) of each resource line of a preview (create, update, replace, delete) or of an update (created, ...)."""
+    found = re.findall(r"^ [ +~-]{1,3}((?:aws|eks|kubernetes|pulumi:providers):\S+) \S+ ((?:create|update|replace|delete)d?)\b", text, re.M)
     return {(change, kind) for kind, change in found}
 
 
@@ -272,7 +272,9 @@ def test_another_instance_type_and_size_come_with_one_up(new_account: Callable[.
     schedule = listed(account, "aws:scheduler/schedule:Schedule")
     account.configure({"gpu": {"instanceType": "p5.48xlarge", "nodes": 4}})
     changed = account.up(simulation=quotas)
-    assert re.search(r"^ +\+-1 replaced", changed, re.M), changed
+    replaced = {kind for change, kind in resources(changed) if change == "replaced"}
+    assert replaced == {"aws:eks:NodeGroup", *OF_THE_JOB}, changed
+    assert ("updated", "kubernetes:ray.io/v1:RayCluster") in resources(changed)
     assert {left["id"] for left in listed(account, NODE_GROUP)} >= {"ray-train-efa-dev:gpu-p5-48xlarge"}
     assert listed(account, "aws:scheduler/schedule:Schedule") == schedule, "the stop time does not move"
     assert re.search(r"^ +\d+ unchanged", account.up(simulation=quotas), re.M)

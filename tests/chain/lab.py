@@ -18,16 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.aws_sim import simulated
+from tests.aws_sim import nodes, simulated
 
 HOME = Path(os.environ.get("LAB_HOME", "/var/tmp/lab"))
 TRAINING = simulated.ROOT / ".venv" / "bin" / "python"
 IMAGE = os.environ.get("CLUSTER_IMAGE", "")
 KUBECONFIG = Path(os.environ.get("KUBECONFIG") or "/nonexistent")
-NODE_GROUP, TEMPLATE, BUCKET = "aws:eks/nodeGroup:NodeGroup", "aws:ec2/launchTemplate:LaunchTemplate", "aws:s3/bucket:Bucket"
-EFFECTS = {"NO_SCHEDULE": "NoSchedule", "NO_EXECUTE": "NoExecute", "PREFER_NO_SCHEDULE": "PreferNoSchedule"}
+BUCKET = "aws:s3/bucket:Bucket"
 # What the pods of a plugin's release, by the beginning of their names, tell their node's kubelet of.
-PLUGINS = {"nvidia-device-plugin": "nvidia.com/gpu", "aws-efa-k8s-device-plugin": "vpc.amazonaws.com/efa"}
+PLUGINS = {"nvidia-device-plugin": nodes.GPU, "aws-efa-k8s-device-plugin": nodes.EFA}
 CHARTS = (*PLUGINS, "kuberay-operator")
 
 
@@ -123,20 +122,19 @@ class Hardware(threading.Thread):
     The first node of the Kubernetes is the system group's, the others are the GPU group's.
     """
 
-    def __init__(self, account: simulated.Account, store: Store, instance: dict[str, Any]) -> None:
+    def __init__(self, account: simulated.Account, store: Store, simulation: dict[str, Any]) -> None:
         super().__init__(daemon=True)
-        self.account, self.store, self.instance = account, store, instance
+        self.account, self.store, self.simulation = account, store, simulation
         self.before = {node["metadata"]["name"]: node for node in get("nodes")}
-        self.joined: dict[str, str] = {}  # node -> role
-        self.devices: set[tuple[str, str]] = set()
+        self.joined: dict[str, dict[str, Any]] = {}  # node -> its group
+        self.started: set[tuple[str, str]] = set()  # (node, plugin)
         self.buckets: set[str] = set()
         self.error: BaseException | None = None
         self._end = threading.Event()
 
     def __enter__(self) -> Hardware:
-        for name, node in self.before.items():
-            own = {device: None for device in PLUGINS.values() if device in node["status"]["capacity"]}
-            self._devices(name, own)
+        for name, node in list(self.before.items())[1:]:
+            self._devices(name, {device: None for device in PLUGINS.values() if device in node["status"]["capacity"]})
         self.start()
         return self
 
@@ -147,6 +145,7 @@ class Hardware(threading.Thread):
             now = json.loads(kubectl("get", "node", name, "-o", "json"))
             labels = {key: node["metadata"]["labels"].get(key) for key in now["metadata"]["labels"]}
             kubectl("patch", "node", name, "--type=merge", "-p", json.dumps({"metadata": {"labels": labels}, "spec": {"taints": node["spec"].get("taints")}}))
+        for name, node in list(self.before.items())[1:]:
             self._devices(name, {device: node["status"]["capacity"].get(device) for device in PLUGINS.values()})
         if self.error:
             raise self.error
@@ -157,40 +156,31 @@ class Hardware(threading.Thread):
                 for bucket in {made["bucket"] for made in self.account.resources(BUCKET)} - self.buckets:
                     self.store.make(bucket)
                     self.buckets.add(bucket)
-                for group in self.account.resources(NODE_GROUP):
+                for group in nodes.groups(self.account):
                     self._join(group)
                 self._start_plugins()
-        except BaseException as error:  # shown by whoever waits for the pods, which then never come
+        except BaseException as error:  # told at the end; whoever waits for pods waits in vain
             self.error = error
 
     def _join(self, group: dict[str, Any]) -> None:
         first, *others = self.before
         wanted = others if group.get("taints") else [first]
-        role = group["nodeGroupName"]
-        if not group["scalingConfig"]["desiredSize"] or any(self.joined.get(name) == role for name in wanted):
+        if any(name in self.joined for name in wanted):
             return
-        assert int(group["scalingConfig"]["desiredSize"]) == len(wanted), f"{role}: as many nodes as the Kubernetes has for it"
-        labels = {**group["labels"], "node.kubernetes.io/instance-type": group["instanceTypes"][0], "eks.amazonaws.com/nodegroup": role}
-        taints = [{"key": taint["key"], "value": taint.get("value"), "effect": EFFECTS[taint["effect"]]} for taint in group.get("taints") or []]
+        assert nodes.size(group) == len(wanted), f"{group['nodeGroupName']} wants {nodes.size(group)} nodes, and there are {len(wanted)} for it"
+        look = {"metadata": {"labels": nodes.labels(group)}, "spec": {"taints": nodes.taints(group)}}
         for name in wanted:
-            kubectl("patch", "node", name, "--type=merge", "-p", json.dumps({"metadata": {"labels": labels}, "spec": {"taints": taints}}))
-            self.joined[name] = role
+            kubectl("patch", "node", name, "--type=merge", "-p", json.dumps(look))
+            self.joined[name] = group
 
     def _start_plugins(self) -> None:
-        gpu_nodes = [name for name in list(self.before)[1:] if name in self.joined]
-        waiting = {(name, plugin) for name in gpu_nodes for plugin in PLUGINS} - self.devices
-        if not waiting:
-            return
-        running = get("pods", "-n", "kube-system", "--field-selector", "status.phase=Running")
+        having = {name: nodes.devices(self.account, group, self.simulation) for name, group in self.joined.items() if group.get("taints")}
+        waiting = {(name, plugin) for name in having for plugin in PLUGINS} - self.started
+        running = get("pods", "-n", "kube-system", "--field-selector", "status.phase=Running") if waiting else []
         for name, plugin in waiting:
             if any(pod["spec"]["nodeName"] == name and pod["metadata"]["name"].startswith(plugin) for pod in running):
-                counts = {"nvidia.com/gpu": self.instance["gpus"], "vpc.amazonaws.com/efa": self._efa_interfaces()}
-                self._devices(name, {PLUGINS[plugin]: str(counts[PLUGINS[plugin]])})
-                self.devices.add((name, plugin))
-
-    def _efa_interfaces(self) -> int:
-        found = [interface for template in self.account.resources(TEMPLATE) for interface in template.get("networkInterfaces") or []]
-        return sum(interface["interfaceType"].startswith("efa") for interface in found)
+                self._devices(name, {PLUGINS[plugin]: str(having[name][PLUGINS[plugin]])})
+                self.started.add((name, plugin))
 
     @staticmethod
     def _devices(node: str, counts: dict[str, str | None]) -> None:

@@ -19,8 +19,7 @@ STACK = "chain"
 NAMESPACE = "ray"  # fixed on EKS
 OURS = f"ray-train-efa-{STACK}"
 # As big as a node of the lab can bear: a worker takes what is left of 3 vCPU and 10 GiB after the daemons' share, 1 CPU and 5 GiB.
-INSTANCE = {"vcpu": 3, "mem": 10, "gpus": 1, "efa": 1, "cards": 1}
-SIMULATION = {"instance_types": {"g6.12xlarge": INSTANCE}}
+SIMULATION = {"instance_types": {"g6.12xlarge": {"vcpu": 3, "mem": 10, "gpus": 1, "gpu": "L4", "gpu_mem": 22, "efa": 1, "cards": 1}}}
 # The limit only ends a run that has failed; head and workers take a minute where nothing else is at work.
 LIMIT_SECONDS = 1200
 TRAINING = {
@@ -97,7 +96,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
         account = Account(folder / "account", STACK, KUBECONFIG)
         account.write(settings(s3, len(node_names()) - 1))
         account.init()
-        with Hardware(account, s3, INSTANCE) as hardware:
+        with Hardware(account, s3, SIMULATION) as hardware:
             try:
                 up = account.up(simulation=SIMULATION, limit=LIMIT_SECONDS)
                 job = ended()
