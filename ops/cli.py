@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 JOB_CODES = (errors.EXIT_TRAINING_FAILED, errors.EXIT_TRANSPORT_NOT_PROVEN)
 
 
-@app.command(epilog=errors.help_text(errors.EXIT_BUSY))
+@app.command(short_help="Make the stack what its file says.", epilog=errors.help_text(errors.EXIT_BUSY))
 def up(
     stack: StackArgument,
     refresh: Annotated[bool, typer.Option("--refresh", help="First ask what is really there: after changes by hand, an auto-stop or a killed `up`.")] = False,
@@ -61,7 +61,7 @@ def up(
     output.result(done)
 
 
-@app.command(epilog=errors.help_text(errors.EXIT_BUSY, errors.EXIT_LEFT))
+@app.command(short_help="Remove the stack, and prove that it is gone.", epilog=errors.help_text(errors.EXIT_BUSY, errors.EXIT_LEFT))
 def down(
     stack: StackArgument,
     yes: YesOption = False,
@@ -75,7 +75,7 @@ def down(
     Stops the training job, asks what is really there, destroys in the order that AWS needs, tries again what AWS refuses only for now, and then looks
     for leftovers. An EKS cluster that is already gone is no obstacle. The bucket with the runs stays unless storage.onDestroy is delete.
     """
-    from ops import show
+    from ops import cli_account, show
     from ops.stack import Stack
 
     output = Output(as_json)
@@ -84,7 +84,13 @@ def down(
         _agree(found, output)
     done = show.watched(output, lambda watch: found.down(watch, cluster_gone=cluster_gone, note=watch.note))
     show.gone(output, done)
+    if done.receipt is not None:
+        cli_account.show_spent(output, done.receipt)
+    if done.leftovers is not None:
+        cli_account.show_leftovers(output, done.leftovers)
     output.result(done)
+    if not done.clean:
+        raise typer.Exit(errors.EXIT_LEFT)
 
 
 def _agree(stack: Stack, output: Output) -> None:
@@ -97,7 +103,7 @@ def _agree(stack: Stack, output: Output) -> None:
         raise typer.Abort
 
 
-@app.command(epilog=errors.help_text(errors.EXIT_BUSY, *JOB_CODES))
+@app.command(short_help="Start the training job.", epilog=errors.help_text(errors.EXIT_BUSY, *JOB_CODES))
 def train(
     stack: StackArgument,
     setting: Annotated[
@@ -131,7 +137,7 @@ def train(
     _end(found.logs(output.raw, follow_on=True, note=lambda text: output.progress.print(f"[{text}]", style="dim")), output, stack)
 
 
-@app.command(epilog=errors.help_text(*JOB_CODES))
+@app.command(short_help="Show the job's log; -f follows it to the job's end.", epilog=errors.help_text(*JOB_CODES))
 def logs(
     stack: StackArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended, over broken connections; end with its exit code.")] = False,
@@ -167,7 +173,7 @@ def _end(job: Job, output: Output, stack: str) -> None:
         raise typer.Exit(job.code)
 
 
-@app.command(epilog=errors.help_text())
+@app.command(short_help="State, cost, step, loss, speed, time left, network.", epilog=errors.help_text())
 def status(stack: StackArgument, as_json: JsonOption = False) -> None:
     """Show state, uptime, money so far, time to the auto-stop, and the job: step, loss, tokens/s, time left, and which network carries it."""
     from ops import show
@@ -179,7 +185,7 @@ def status(stack: StackArgument, as_json: JsonOption = False) -> None:
     output.result(found)
 
 
-@app.command(epilog=errors.help_text())
+@app.command(short_help="Stop the training job.", epilog=errors.help_text())
 def cancel(stack: StackArgument, as_json: JsonOption = False) -> None:
     """Stop the training job and wait until it is stopped. Its checkpoints stay; `train` goes on from the last one. The stack stays up, and bills."""
     from ops import show
@@ -191,7 +197,7 @@ def cancel(stack: StackArgument, as_json: JsonOption = False) -> None:
     output.result(job)
 
 
-@app.command(epilog=errors.help_text(errors.EXIT_LEFT))
+@app.command(short_help="Why is the job not running? One sentence.", epilog=errors.help_text(errors.EXIT_LEFT))
 def explain(stack: StackArgument, as_json: JsonOption = False) -> None:
     """Say in one sentence why the job is not running, and what to do.
 
@@ -212,7 +218,7 @@ def explain(stack: StackArgument, as_json: JsonOption = False) -> None:
 RUN_HELP = "A run: its folder, s3://bucket/runs/NAME, STACK (the run of its newest job) or STACK/NAME."
 
 
-@app.command(epilog=errors.help_text(errors.EXIT_TRANSPORT_NOT_PROVEN))
+@app.command(short_help="Which network carried a run, and how we know.", epilog=errors.help_text(errors.EXIT_TRANSPORT_NOT_PROVEN))
 def verdict(run: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)], as_json: JsonOption = False) -> None:
     """Show which network carried a run, and how we know: the gate's verdict, rank by rank and host by host.
 
@@ -228,7 +234,7 @@ def verdict(run: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)], a
         raise typer.Exit(errors.EXIT_TRANSPORT_NOT_PROVEN)
 
 
-@app.command(epilog=errors.help_text())
+@app.command(short_help="What differs between runs, and what it did.", epilog=errors.help_text())
 def compare(
     run: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=RUN_HELP)],
     picture: Annotated[Path, typer.Option("--page", metavar="FILE", help="Where the page with the picture goes.")] = Path("comparison.html"),
@@ -250,7 +256,7 @@ def compare(
     output.result({**plain(told), "page": str(picture)})
 
 
-@app.command(epilog=errors.help_text(errors.EXIT_BUSY, errors.EXIT_TRANSPORT_NOT_PROVEN))
+@app.command(short_help="Prove the gate, and what EFA is worth here.", epilog=errors.help_text(errors.EXIT_BUSY, errors.EXIT_TRANSPORT_NOT_PROVEN))
 def prove(
     stack: StackArgument,
     rounds: Annotated[int, typer.Option("--rounds", min=1, max=20, help="How often each pair of legs runs; each round turns the order around.")] = 2,
@@ -280,15 +286,19 @@ def prove(
         raise typer.Exit(errors.EXIT_TRANSPORT_NOT_PROVEN)
 
 
-# The account's half has its commands in a module of its own: doctor, plan, cost, leftovers.
-if importlib.util.find_spec("ops.cli_account") is not None:
-    importlib.import_module("ops.cli_account").register(app)
+@functools.cache
+def _account_commands() -> None:
+    """doctor, plan, cost and leftovers: the account's half, which imports this one."""
+    from ops import cli_account
+
+    cli_account.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a failure is one sentence."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _account_commands()
         app(given, prog_name="python -m ops")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else errors.EXIT_BAD_INPUT

@@ -118,6 +118,8 @@ def update(output: Output, done: Update) -> None:
 
 def gone(output: Output, done: Gone) -> None:
     """The end of a `down`."""
+    for problem in done.problems:
+        output.line(problem, style="bold yellow")
     if not done.changes and not done.forgotten:
         output.line(f"{done.stack}: nothing was up")
         return

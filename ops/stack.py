@@ -17,7 +17,8 @@ from typing import Any
 
 import config
 import prices
-from ops import follow, job_log, kube, prove, target, trouble, why
+from ops import cost, follow, job_log, kube, prove, target, trouble, why
+from ops import leftovers as left
 from ops.aws import Aws, AwsError
 from ops.engine import Engine, EngineFailed, Listener
 from ops.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, Busy, Refused
@@ -66,7 +67,10 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """What a `down` did. forgotten: objects taken out of the state because their cluster is gone. up_since: when the first resource was made."""
+    """What a `down` did. forgotten: objects taken out of the state because their cluster is gone. up_since: when the first resource was made.
+
+    receipt, leftovers: None on a cluster of yours, which AWS does not bill, and where AWS could not be asked (``problems`` says why).
+    """
 
     stack: str
     seconds: float
@@ -76,6 +80,14 @@ class Gone:
     retries: int
     up_since: datetime.datetime | None
     kept_bucket: str | None
+    receipt: cost.Spent | None = None
+    leftovers: left.Found | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is left that bills, and that is known: what could not be asked proves nothing."""
+        return not self.problems and (self.leftovers is None or self.leftovers.clean)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +177,8 @@ class Stack:
         since = _up_since(resources)
         outputs = self._known(resources)
         if not _real(resources):
-            return Gone(self.name, time.monotonic() - began, {}, None, (), 0, since, None)
+            return self._looked_after(Gone(self.name, time.monotonic() - began, {}, None, (), 0, since, None), None, note)
+        before = self._spent(note)
         stopped, forgotten = None, []
         if any(_kubernetes(found) for found in resources):
             gone = cluster_gone or self._cluster_is_gone(outputs)
@@ -189,7 +202,30 @@ class Stack:
                 note(f"{error.args[0].split(' (all that')[0]}. Trying again in {pause} s")
                 sleep(pause)
         kept = outputs.get("bucket") if self.target.settings.storage.on_destroy == "keep" and not self.target.settings.storage.bucket else None
-        return Gone(self.name, time.monotonic() - began, changes, stopped, tuple(forgotten), retries, since, str(kept) if kept else None)
+        done = Gone(self.name, time.monotonic() - began, changes, stopped, tuple(forgotten), retries, since, str(kept) if kept else None)
+        return self._looked_after(done, before, note)
+
+    def _spent(self, note: Say) -> cost.Spent | None:
+        """What the stack has cost, asked while it is still there. A destroy does not wait for a bill that can't be had."""
+        if self.target.settings.cluster.kind == "existing":
+            return None
+        note("what it has cost")
+        try:
+            return cost.so_far(self.target)
+        except (Refused, BadInput) as error:
+            note(f"there will be no receipt: {error}")
+            return None
+
+    def _looked_after(self, done: Gone, before: cost.Spent | None, note: Say) -> Gone:
+        """With the receipt, and what AWS says is left."""
+        if self.target.settings.cluster.kind == "existing":
+            return done
+        note("looking for what is left")
+        receipt = None if before is None else cost.receipt(before, datetime.datetime.now(datetime.UTC))
+        try:
+            return dataclasses.replace(done, receipt=receipt, leftovers=left.find(self.target))
+        except (Refused, BadInput) as error:
+            return dataclasses.replace(done, receipt=receipt, problems=(f"whether anything is left is not known: {error}",))
 
     def _cluster_is_gone(self, outputs: Mapping[str, Any]) -> bool:
         try:
@@ -375,6 +411,7 @@ class Stack:
         """Entry point, runtime environment and files of a job, as the stack's own RayJob would have them."""
         made = job_builder.Job(
             cluster=inside.ray_cluster,
+            pods="",  # decides the name alone, and these jobs have names of their own
             image=self.target.settings.image,
             ranks=workers.ranks,
             settings=settings,

@@ -171,10 +171,10 @@ def _capacity(count: str, message: str) -> Why:
 
 def _pods(facts: Facts) -> Why | None:
     pods = [pod for pod in facts.pods if _kind(pod) in ("head", "worker")]
-    for pod in sorted(pods, key=lambda pod: (_kind(pod) != "head", pod["metadata"]["name"])):
-        if not _is_ready(pod) and (found := _pod(pod, facts)):
-            return found
-    return None
+    pods.sort(key=lambda pod: (_kind(pod) != "head", pod["metadata"]["name"]))
+    found = [why for pod in pods if not _is_ready(pod) and (why := _pod(pod, facts))]
+    # What will never come counts before what only takes time.
+    return next((why for why in found if not why.waiting), found[0] if found else None)
 
 
 def _pod(pod: Object, facts: Facts) -> Why | None:
