@@ -6,6 +6,7 @@ tokens' logits exist at a time; their gradients are taken in the forward pass, s
 
 from __future__ import annotations
 
+import importlib.util
 import types
 from typing import Any, cast
 
@@ -22,31 +23,52 @@ PLAIN_HEADS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, training: bool) -> Tensor:
+        rows = _rows_by_kernel if hidden.is_cuda and importlib.util.find_spec("triton") is not None else _rows
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if training else None
-        d_weight = torch.zeros_like(weight) if training else None
+        # Float32: a sum over chunks in bf16 would lose the late chunks' share.
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if training else None
         for start in range(0, hidden.shape[0], chunk):
             h, y = hidden[start : start + chunk], labels[start : start + chunk]
-            logits = (h @ weight.t()).float()
-            valid = (y != IGNORE).unsqueeze(1)
-            target = y.clamp(min=0).unsqueeze(1)
-            log_norm = torch.logsumexp(logits, dim=1, keepdim=True)
-            total += ((log_norm - logits.gather(1, target)) * valid).sum()
+            loss, d_logits = rows(h @ weight.t(), y, training)
+            total += loss
             if d_hidden is None or d_weight is None:
                 continue
-            d_logits = logits.sub_(log_norm).exp_()  # softmax
-            d_logits.scatter_add_(1, target, torch.full_like(log_norm, -1.0))
-            d = d_logits.mul_(valid).to(hidden.dtype)
-            torch.mm(d, weight, out=d_hidden[start : start + chunk])
-            d_weight.addmm_(d.t(), h)
+            torch.mm(d_logits, weight, out=d_hidden[start : start + chunk])
+            if d_logits.is_cuda and d_logits.dtype != torch.float32:
+                torch.addmm(d_weight, d_logits.t(), h, out_dtype=torch.float32, out=d_weight)
+            else:
+                d_weight += torch.mm(d_logits.t(), h)
         if d_hidden is not None and d_weight is not None:
             ctx.save_for_backward(d_hidden, d_weight)
+            ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grads[0].to(d_hidden.dtype), d_weight * grads[0].to(d_weight.dtype), None, None, None
+        return d_hidden * grads[0].to(d_hidden.dtype), (d_weight * grads[0]).to(ctx.weight_dtype), None, None, None
+
+
+def _rows(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    """Sum of the rows' losses, float32, and d loss / d logits in the logits' type (unspecified without ``gradient``)."""
+    wide = logits.float()
+    valid = (labels != IGNORE).unsqueeze(1)
+    target = labels.clamp(min=0).unsqueeze(1)
+    log_norm = torch.logsumexp(wide, dim=1, keepdim=True)
+    loss = ((log_norm - wide.gather(1, target)) * valid).sum()
+    if not gradient:
+        return loss, logits
+    d_logits = (wide - log_norm).exp_()  # softmax
+    d_logits.scatter_add_(1, target, torch.full_like(log_norm, -1.0))
+    return loss, d_logits.mul_(valid).to(logits.dtype)
+
+
+def _rows_by_kernel(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    """As :func:`_rows`, in one kernel; the logits are overwritten."""
+    from training.fast import kernels
+
+    return kernels.cross_entropy_(logits, labels, IGNORE, gradient).sum(), logits
 
 
 def chunked_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the model is laid over the workers: mesh, FSDP2 units, mixed precision, recompute, compile."""
+"""How the model is laid over the workers: mesh, FSDP2 units, mixed precision, recompute, and how blocks are computed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from training.errors import BadInput
+from training.fast.choose import Pieces
 from training.world import World
 
 # What selective recompute keeps: matrix products and attention are the dear ones; the rest (norms, SwiGLU, rotary) is cheap to redo.
@@ -43,15 +44,22 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return layers
 
 
-def prepare_blocks(model: Any, activation_checkpointing: str, compiled: bool) -> None:
-    """Recompute and compile, block by block; before sharding, so that FSDP's own work stays outside the compiled part."""
+def prepare_blocks(model: Any, activation_checkpointing: str, pieces: Pieces) -> None:
+    """Fast blocks, or recompute and compile, block by block; before sharding, so that FSDP's own work stays outside the compiled part."""
+    if pieces.blocks == "fast":
+        from training.fast import block  # Triton is not everywhere
+        from training.fast.products import Fp8Products, Products
+
+        for layer in decoder_layers(model):
+            block.install(layer, model.config, Fp8Products() if pieces.fp8 else Products(), activation_checkpointing)
+        return
     if activation_checkpointing != "none":
         arguments: dict[str, Any] = {"use_reentrant": False}
         if activation_checkpointing == "selective":
             arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_dear_ops)
         # transformers' own switch and not a wrapper: a wrapper would put its name into every parameter's.
         model.gradient_checkpointing_enable(arguments)
-    if compiled:
+    if pieces.blocks == "compiled":
         for layer in decoder_layers(model):
             layer.compile(fullgraph=True)
 

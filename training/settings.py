@@ -74,8 +74,9 @@ class Settings:
 
     precision: str = setting(
         "auto",
-        "Compute type; master weights, optimizer states and the loss are float32 always. auto: bf16 on GPUs, fp32 on CPUs.",
-        choices=("auto", "bf16", "fp32"),
+        "Compute type; master weights, optimizer states and the loss are float32 always. auto: bf16 on GPUs, fp32 on CPUs."
+        " fp8: the blocks' matrix products in fp8, the rest in bf16; bf16 where the GPU or the model's blocks don't allow it.",
+        choices=("auto", "bf16", "fp32", "fp8"),
     )
     parallel: str = setting(
         "auto", "fsdp shards over all workers, hsdp within each host and replicates across hosts; auto asks the plan.", choices=("auto", "fsdp", "hsdp")
@@ -89,7 +90,12 @@ class Settings:
         "Recompute in the backward pass: nothing, all but the matrix products and attention, or whole blocks; auto: as little as fits.",
         choices=("auto", "none", "selective", "full"),
     )
-    compile: str = setting("auto", "torch.compile of each block; auto: on GPUs (on a CPU it costs more than a short run wins).", choices=("auto", "yes", "no"))
+    blocks: str = setting(
+        "auto",
+        "How a block is computed: by this package's own kernels (fast; qwen2 and llama on GPUs), by torch.compile (compiled), or by transformers'"
+        " modules as they are (plain). auto: fast where it can be, else compiled on GPUs and plain on CPUs.",
+        choices=("auto", "fast", "compiled", "plain"),
+    )
     loss_chunk: int = setting(4096, "Tokens whose logits exist at the same time; the whole matrix (2.5 GB at 4,096 tokens of Qwen2.5) never does.", at_least=1)
 
     workers: int = setting(1, "Processes, one a GPU where there are GPUs.", at_least=1)
@@ -139,7 +145,7 @@ def not_divisible(tokens_per_step: int, sequence_length: int) -> str:
 
 # What may change between two starts of the same run without making it another run: where and how it runs, not what it computes.
 FREE_TO_CHANGE = frozenset(
-    """run storage data sequenceLength steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing compile lossChunk
+    """run storage data sequenceLength steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing blocks lossChunk
     workers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport
     nicsPerHost gpuDirect""".split()
 )

@@ -20,6 +20,9 @@ from training import checkpoint, loop, model, parallel, plan, schema, tokenizer
 from training.data import Batches, PreparedData, eval_batches, open_data
 from training.errors import BadInput, JobError, TransportNotProven
 from training.export import export
+from training.fast.attention import preferred_kernels
+from training.fast.choose import Pieces
+from training.fast.choose import choose as choose_pieces
 from training.flops import ModelShape, mfu
 from training.record import RunRecord, StepMetrics, open_run, refuse_another
 from training.settings import Settings, identity, not_divisible, run_name
@@ -115,8 +118,9 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     assert choice is not None
     _share_storage(job, world)
 
+    pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
     net = model.build_empty(job.config)
-    parallel.prepare_blocks(net, choice.activation_checkpointing, _decided(settings.compile, world.device.type == "cuda"))
+    parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
     mesh = world.together(lambda: parallel.make_mesh(world, choice.parallel))
     parallel.shard(
         net,
@@ -130,7 +134,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
 
     found = checkpoint.latest(job.folder / "checkpoints", world, say)
     start_step = found.step if found else 0
-    record = world.on_main(lambda: _open_record(job, world, start_step, choice))
+    record = world.on_main(lambda: _open_record(job, world, start_step, choice, pieces))
     attempt = world.broadcast(record.attempt if record else 0)
     network = Network(job, world, choice, attempt, say)
     checkpoints = checkpoint.Checkpointer(job.folder / "checkpoints", world, attempt, settings.keep_checkpoints, asynchronous=world.device.type == "cuda")
@@ -145,7 +149,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             model.fill(net, weights, world)
             del weights
         model.check_master_weights(net)
-        say(_opening(job, world, choice, net))
+        say(_opening(job, world, choice, pieces, net))
 
         rows = settings.tokens_per_step // job.sequence_length
         eval_rows = min(settings.eval_rows, job.data.rows("eval"))
@@ -192,7 +196,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             checkpoints.poll()
 
         if start_step < job.last_step:
-            with Batches(job.data, "train", rows, choice.micro_batch, world.size, world.rank, settings.seed, start_step, settings.document_mask) as batches:
+            reader = Batches(job.data, "train", rows, choice.micro_batch, world.size, world.rank, settings.seed, start_step, settings.document_mask)
+            with reader as batches, preferred_kernels():
                 loop.train(net, optimizer, batches, settings, world, last_step=job.last_step, reshard=choice.reshard, on_line=on_line, after_step=after_step)
         else:
             say(f"step {start_step} is already done; nothing is left to train")
@@ -293,12 +298,8 @@ def _silent(_text: str) -> None:
     pass
 
 
-def _decided(setting: str, auto: bool) -> bool:
-    return auto if setting == "auto" else setting == "yes"
-
-
 def _compute_dtype(settings: Settings, world: World) -> torch.dtype:
-    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and world.device.type == "cuda")
+    bf16 = settings.precision in ("bf16", "fp8") or (settings.precision == "auto" and world.device.type == "cuda")
     return torch.bfloat16 if bf16 else torch.float32
 
 
@@ -348,11 +349,11 @@ def _share_storage(job: Checked, world: World) -> None:
                 probe.delete()
 
 
-def _open_record(job: Checked, world: World, start_step: int, choice: plan.Choice) -> RunRecord:
+def _open_record(job: Checked, world: World, start_step: int, choice: plan.Choice, pieces: Pieces) -> RunRecord:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
     record = open_run(place(job.settings.storage), job.run, job.identity, schema.as_mapping(job.settings), nccl=nccl)
     record.start(start_step, world.size, world.hosts)
-    record.note(plan=dataclasses.asdict(choice))
+    record.note(plan=dataclasses.asdict(choice), pieces=dataclasses.asdict(pieces))
     return record
 
 
@@ -363,12 +364,12 @@ def _mfu(line: StepMetrics, job: Checked, world: World) -> float | None:
     return mfu(line.tokens_per_second_per_gpu, _shape(job), job.sequence_length, peak)
 
 
-def _opening(job: Checked, world: World, choice: plan.Choice, net: Any) -> str:
+def _opening(job: Checked, world: World, choice: plan.Choice, pieces: Pieces, net: Any) -> str:
     parameters = sum(p.numel() for p in net.parameters())
     hosts = f"{len(world.hosts)} host" + ("s" if len(world.hosts) > 1 else "")
     return (
         f"run {job.run}: {job.config.model_type}, {parameters / 1e6:,.1f} M parameters, {world.size} x {world.device.type} on {hosts}; "
-        f"{choice.parallel}, {'resharding' if choice.reshard else 'no resharding'}, recompute {choice.activation_checkpointing}, "
+        f"{choice.parallel}, {'resharding' if choice.reshard else 'no resharding'}, {pieces}, recompute {choice.activation_checkpointing}, "
         f"{job.settings.tokens_per_step // job.sequence_length} rows of {job.sequence_length} a step in micro-batches of {choice.micro_batch}"
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from training import checkpoint, loop, model, parallel
 from training.data import MicroBatch, Step, accumulation
+from training.fast.choose import Pieces
 from training.loss import IGNORE
 from training.settings import ModelSettings, Settings
 from training.storage import place
@@ -88,7 +89,7 @@ def build(world: World, case: Case) -> tuple[Any, Any, torch.optim.AdamW]:
     """(configuration, sharded model with the seed's weights, optimizer)."""
     config = model.load_config(case.settings.model, VOCABULARY)
     net = model.build_empty(config)
-    parallel.prepare_blocks(net, case.recompute, compiled=False)
+    parallel.prepare_blocks(net, case.recompute, Pieces("plain", False, "as set"))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     parallel.shard(
         net,

@@ -88,7 +88,7 @@ def test_all_problems_come_at_once() -> None:
 def test_yaml_habits_are_understood() -> None:
     assert parse(learningRate="1e-4").learning_rate == 1e-4, "YAML reads 1e-4 as a text"
     assert parse(reshard=True).reshard == "yes", "YAML reads yes as a boolean"
-    assert parse(compile=False).compile == "no"
+    assert parse(reshard=False).reshard == "no"
     assert parse(tokensPerStep=4096.0).tokens_per_step == 4096
 
 
