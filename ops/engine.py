@@ -228,7 +228,7 @@ class Engine:
         with self.lock(kind):
             began = time.monotonic()
             stack = self._stack()
-            progress = Progress(began, down=kind == "destroy")
+            progress = Progress(began, kind)
             errors: list[str] = []
             failed: list[str] = []
             changes: dict[str, int] = {}

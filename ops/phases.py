@@ -59,14 +59,14 @@ class _Resource:
 
 
 class Progress:
-    """Gathers events of one operation. Times are seconds of any one clock; ``down`` turns usual durations and order around.
+    """Gathers events of one operation: up, destroy (which turns order and usual durations around) or refresh. Times are seconds of any one clock.
 
     detail: what the program itself last said; note: what a person must know now.
     """
 
-    def __init__(self, began: float, down: bool = False) -> None:
+    def __init__(self, began: float, kind: str = "up") -> None:
         self.began = began
-        self.down = down
+        self.kind = kind
         self.note = ""
         self.detail = ""
         self._resources: dict[str, _Resource] = {}
@@ -95,7 +95,7 @@ class Progress:
         """The parts that this operation knows of so far, in the order in which they are worked on."""
         rows = [self._row(part, at) for part in PARTS]
         found = [row for row in rows if row is not None]
-        return tuple(reversed(found)) if self.down else tuple(found)
+        return tuple(reversed(found)) if self.kind == "destroy" else tuple(found)
 
     def _row(self, part: Part, at: float) -> Row | None:
         mine = [resource for urn, resource in self._resources.items() if part_of(urn) == part and not own_kind(urn).startswith(TOKEN)]
@@ -107,7 +107,7 @@ class Progress:
         ended = max((resource.ended if resource.ended is not None else at for resource in changed), default=at)
         state = next((s for s in (FAILED, WORKING, DONE) if s in states), SAME)
         working = tuple(sorted({resource.kind for resource in mine if resource.state == WORKING}))
-        usual = part.usual_down if self.down else part.usual_up
+        usual = {"up": part.usual_up, "destroy": part.usual_down}.get(self.kind, "")
         return Row(part.title, state, sum(resource.state in (DONE, SAME) for resource in mine), len(mine), ended - began, usual, working)
 
 

@@ -25,12 +25,16 @@ from ops.why import Why
 
 STYLES = {phases.FAILED: "bold red", phases.WORKING: "yellow", phases.DONE: "green", phases.SAME: "dim", phases.WAITING: "dim"}
 WORDS = {phases.DONE: "made", phases.WORKING: "making", phases.SAME: "unchanged", phases.FAILED: "failed", phases.WAITING: "waiting"}
-DOWN_WORDS = {**WORDS, phases.DONE: "gone", phases.WORKING: "removing"}
+KINDS = {
+    "up": WORDS,
+    "destroy": {**WORDS, phases.DONE: "gone", phases.WORKING: "removing"},
+    "refresh": {**WORDS, phases.DONE: "asked", phases.WORKING: "asking"},
+}
 
 
 def progress_table(progress: Progress, at: float) -> RenderableType:
     """What is being made: part, state, how far, how long it takes and usually takes."""
-    words = DOWN_WORDS if progress.down else WORDS
+    words = KINDS[progress.kind]
     made = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
     for column, right in (("", False), ("", False), ("", True), ("elapsed", True), ("usual", False), ("now", False)):
         made.add_column(column, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
@@ -40,7 +44,7 @@ def progress_table(progress: Progress, at: float) -> RenderableType:
         usual = row.usual if row.state != phases.SAME else ""
         now = ", ".join(row.now) if working else ""
         made.add_row(row.title, Text(words[row.state], style=STYLES[row.state]), f"{row.done}/{row.known}", elapsed, usual, harmless(now))
-    total = Text(f"{'removing' if progress.down else 'making'} for {duration(at - progress.began)}", style="dim")
+    total = Text(f"{words[phases.WORKING]} for {duration(at - progress.began)}", style="dim")
     notes = [Text(harmless(progress.detail), style="dim")] if progress.detail else []
     notes += [Text(progress.note, style="bold yellow")] if progress.note else []
     return Group(made, total, *notes)
@@ -63,9 +67,9 @@ class Watch:
                 self._live.start()
             self._live.update(progress_table(progress, now))
             return
-        if self.output.as_json:
+        if self.output.as_json or progress.kind == "refresh":
             return
-        words = DOWN_WORDS if progress.down else WORDS
+        words = KINDS[progress.kind]
         for row in progress.rows(now):
             if row.state not in (phases.SAME, phases.WAITING) and self._last.get(row.title) != row.state:
                 self._last[row.title] = row.state

@@ -151,18 +151,22 @@ class Stack:
     # ---- up and down
 
     def up(self, listener: Listener | None = None, refresh: bool = False) -> Update:
-        """Makes what the stack file says, and returns when it is there. It does not wait for a training job."""
-        done = self.engine.up(listener, refresh=refresh)
+        """Makes what the stack file says, and returns when it is there. It does not wait for a training job.
+
+        A node group that failed to be created is made anew: an update would not repair it.
+        """
+        broken = [str(found["urn"]) for found in self.engine.resources() or [] if _failed_group(found)]
+        done = self.engine.up(listener, replace=broken, refresh=refresh)
         outputs = self.engine.outputs() or {}
-        cost = outputs.get("costPerHour") or {}
+        price = outputs.get("costPerHour") or {}
         return Update(
             stack=self.name,
             seconds=done.seconds,
             changes=done.changes,
             outputs=outputs,
-            usd_hour=cost.get("usd"),
-            prices_as_of=cost.get("pricesAsOf"),
-            without_price_of=tuple(cost.get("withoutPriceOf") or ()),
+            usd_hour=price.get("usd"),
+            prices_as_of=price.get("pricesAsOf"),
+            without_price_of=tuple(price.get("withoutPriceOf") or ()),
             stops_at=outputs.get("stopsAt"),
         )
 
@@ -739,6 +743,12 @@ def _real(resources: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _kubernetes(resource: Mapping[str, Any]) -> bool:
     return str(resource["type"]).startswith(KUBERNETES)
+
+
+def _failed_group(resource: Mapping[str, Any]) -> bool:
+    """A node group that is recorded, and never came up."""
+    failed = (resource.get("outputs") or {}).get("status") == "CREATE_FAILED" or bool(resource.get("initErrors"))
+    return resource["type"] == "aws:eks/nodeGroup:NodeGroup" and failed
 
 
 def _is_job(resource: Mapping[str, Any]) -> bool:

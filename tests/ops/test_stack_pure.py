@@ -36,7 +36,7 @@ def test_parts_are_told_in_order_with_time_from_first_to_last_change() -> None:
 
 
 def test_a_down_goes_the_other_way_and_a_failure_is_seen() -> None:
-    progress = phases.Progress(began=0.0, down=True)
+    progress = phases.Progress(began=0.0, kind="destroy")
     for urn in (VPC, GPUS, RAY):
         progress.started(urn, "delete", 1.0)
     progress.failed(GPUS, 9.0)
