@@ -45,6 +45,7 @@ def environment(pod):
 def planned(**changes):
     plain = job.Job(
         cluster="demo",
+        pods="0123456789ab",
         image="repo/image:1",
         ranks=8,
         settings={"data": "s3://bucket/data", "workers": 8, "model": {"random": "tiny"}},
@@ -297,6 +298,7 @@ def test_the_configmap_and_its_mount_give_back_the_folder():
 
 CHANGES = {
     "image": "repo/image:2",
+    "pods": "ba9876543210",
     "ranks": 4,
     "settings": {"data": "s3://bucket/other"},
     "code": {"training/job.py": "print(1)"},

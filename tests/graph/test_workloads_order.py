@@ -65,7 +65,7 @@ def test_the_namespace_outlives_what_is_in_it():
     for graph in (on_eks(), existing()):
         namespace = graph.one(NAMESPACE)
         for kind in (JOB, CLUSTER, CONFIGMAP, ACCOUNT, POLICY):
-            graph.waits(graph.one(kind), [namespace])
+            graph.waits(graph.one(kind, "training-code" if kind == CONFIGMAP else ""), [namespace])
         graph.waits(graph.one(RELEASE, "operator"), [namespace])
 
 
@@ -103,27 +103,57 @@ def test_workers_have_every_gpu_and_every_efa_device_of_their_node(shape):
     assert int(limits["limits"]["memory"].removesuffix("Gi")) < gib
 
 
-def test_every_chart_is_pinned_named_and_waited_for():
+def test_every_chart_is_pinned_and_named():
     for node in on_eks().of(RELEASE):
         chart = node.inputs["chart"]
         assert (node.inputs["repositoryOpts"]["repo"], node.inputs["version"]) == versions.CHARTS[chart]
         assert node.inputs["name"]
         assert node.inputs["namespace"]
         assert node.inputs["timeout"] >= 600
-        assert not node.inputs.get("skipAwait")
+        assert node.inputs["skipAwait"] is True, "what it brings is looked for where it is needed, by those who can tell the cause"
 
 
-def test_the_cluster_is_waited_for_and_the_job_is_not():
-    graph = existing()
-    assert graph.one(CLUSTER).inputs["metadata"]["annotations"]["pulumi.com/waitFor"] == "jsonpath={.status.state}=ready"
-    assert graph.one(CLUSTER).request.customTimeouts.create == "45m"
-    assert "annotations" not in graph.one(JOB).inputs["metadata"], "`up` does not wait for the end of the training"
+def hooks(node, kind):
+    return list(getattr(node.request.hooks, kind)) if node.request else []
+
+
+def test_the_job_waits_for_a_cluster_that_was_seen_working_and_nobody_waits_for_the_job():
+    for graph in (on_eks(), existing()):
+        ready = graph.one(CONFIGMAP, "ray-ready")
+        assert hooks(ready, "before_create") == hooks(ready, "before_update") == ["ray-train-efa-dev-ray-ready"]
+        graph.waits(ready, [graph.one(CLUSTER)])
+        graph.waits(graph.one(JOB), [ready])
+        assert "annotations" not in graph.one(CLUSTER).inputs["metadata"], "the engine's own wait takes an old status for a new one"
+        assert "annotations" not in graph.one(JOB).inputs["metadata"], "`up` does not wait for the end of the training"
+
+
+def test_what_is_waited_for_changes_with_the_cluster_and_with_nothing_else():
+    def seen(settings):
+        return built(settings).one(CONFIGMAP, "ray-ready").inputs["metadata"]["annotations"]
+
+    before = seen(EXISTING)
+    assert seen({**EXISTING, "training": RUN}) == before
+    assert seen({**EXISTING, "ray": {"workers": 2}}) != before
+    assert seen({**EXISTING, "ray": {"image": "other/image:1"}}) != before
+
+
+def test_on_eks_the_devices_are_looked_at_before_the_cluster_is_made_or_changed():
+    cluster = on_eks().one(CLUSTER)
+    assert hooks(cluster, "before_create") == hooks(cluster, "before_update") == ["ray-train-efa-dev-ray-devices"]
+    assert hooks(existing().one(CLUSTER), "before_create") == [], "CPU workers have no devices"
+    kinds = ("before_delete", "after_delete")
+    assert not [node.name for node in on_eks().nodes.values() for kind in kinds if hooks(node, kind)], "destroy does not run the program"
+
+
+def test_new_pods_are_a_new_job_for_they_end_the_old_one():
+    more = built({**EXISTING, "training": RUN, "ray": {"headMemory": "9Gi"}})
+    assert more.outputs["trainingJob"] != existing().outputs["trainingJob"]
 
 
 def test_a_first_up_trains_nothing():
     graph = built(EXISTING)
     assert graph.of(JOB) == []
-    assert graph.of(CONFIGMAP) == []
+    assert [node.name for node in graph.of(CONFIGMAP)] == ["ray-train-efa-dev-ray-ready"]
 
 
 def test_the_same_stack_gives_the_same_job_and_a_changed_one_another():
@@ -142,7 +172,7 @@ def test_an_old_job_has_stopped_before_the_new_one_starts():
 
 def test_the_code_is_immutable_and_there_before_the_job():
     graph = existing()
-    code = graph.one(CONFIGMAP)
+    code = graph.one(CONFIGMAP, "training-code")
     assert code.inputs["immutable"] is True
     assert code.inputs["data"]["training--job.py"].startswith('"""The training job')
     graph.waits(graph.one(JOB), [code])
@@ -151,7 +181,7 @@ def test_the_code_is_immutable_and_there_before_the_job():
 
 def test_on_eks_runs_go_to_the_stacks_bucket():
     graph = on_eks()
-    settings = json.loads(graph.one(CONFIGMAP).inputs["data"]["settings.json"])
+    settings = json.loads(graph.one(CONFIGMAP, "training-code").inputs["data"]["settings.json"])
     assert settings["storage"].startswith("s3://")
     assert settings["storage"].endswith("/runs")
     assert settings["workers"] == 8
