@@ -15,7 +15,7 @@ from ops.errors import BadInput, Refused
 
 # Standard mode waits with jitter between attempts, longer each time: https://docs.aws.amazon.com/sdkref/latest/guide/feature-retry-behavior.html
 CALLS = Config(
-    retries={"mode": "standard", "total_max_attempts": 5}, connect_timeout=5, read_timeout=30, max_pool_connections=20, user_agent_extra="ray-train-efa"
+    retries={"mode": "standard", "total_max_attempts": 5}, connect_timeout=5, read_timeout=60, max_pool_connections=20, user_agent_extra="ray-train-efa"
 )
 
 DENIED = {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError", "OptInRequired", "Forbidden", "403"}

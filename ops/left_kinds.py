@@ -108,13 +108,14 @@ Finder = Callable[[Aws, Scope, Prices], Iterator[Leftover]]
 
 
 def _ec2(
-    aws: Aws, scope: Scope, operation: str, key: str, vpc_filter: str | None, clusters: bool = True, size: int = 500, **more: Any
+    aws: Aws, scope: Scope, operation: str, key: str, vpc_filter: str | None, cluster_tag: str | None = None, size: int = 500, **more: Any
 ) -> Iterator[dict[str, Any]]:
-    """Items of an EC2 call by tag, by the cluster's tags and by VPC, each once."""
+    """Items of an EC2 call by the stack's tag, by the tag in which others name the cluster on this kind of thing, and by VPC; each once."""
     selections = [scope.filter]
-    if clusters:
-        selections += [{"Name": f"tag:{tag}", "Values": [scope.cluster]} for tag in CLUSTER_TAGS[:3]]
+    if cluster_tag == OWNED:
         selections.append({"Name": "tag-key", "Values": [f"{OWNED}{scope.cluster}"]})
+    elif cluster_tag:
+        selections.append({"Name": f"tag:{cluster_tag}", "Values": [scope.cluster]})
     if vpc_filter and scope.vpcs:
         selections.append({"Name": vpc_filter, "Values": list(scope.vpcs)})
     ids = {"Addresses": "AllocationId", "SecurityGroups": "GroupId"}.get(key, key.removesuffix("s") + "Id")
@@ -145,7 +146,7 @@ def _from_ec2(
 
 
 def vpcs(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
-    yield from _from_ec2("VPC", aws, scope, _ec2(aws, scope, "describe_vpcs", "Vpcs", None, clusters=False), "VpcId", lambda _: {})
+    yield from _from_ec2("VPC", aws, scope, _ec2(aws, scope, "describe_vpcs", "Vpcs", None), "VpcId", lambda _: {})
 
 
 def clusters(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
@@ -180,7 +181,7 @@ def scaling_groups(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
 
 def instances(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
     alive = [{"Name": "instance-state-name", "Values": list(ec2.ALIVE)}]
-    for reservation in _ec2(aws, scope, "describe_instances", "Reservations", "vpc-id", Filters=alive, size=1000):
+    for reservation in _ec2(aws, scope, "describe_instances", "Reservations", "vpc-id", OWNED, Filters=alive, size=1000):
         for item in reservation["Instances"]:
             tags, state = tags_of(item), item["State"]["Name"]
             by = scope.judge(tags, item.get("VpcId"))
@@ -199,7 +200,7 @@ def interfaces(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
         note = f"{item.get('Status', '')}{', ' + owner if owner else ''}"
         return {"created": attachment.get("AttachTime"), "note": note}
 
-    found = _ec2(aws, scope, "describe_network_interfaces", "NetworkInterfaces", "vpc-id", size=1000)
+    found = _ec2(aws, scope, "describe_network_interfaces", "NetworkInterfaces", "vpc-id", "cluster.k8s.amazonaws.com/name", size=1000)
     yield from _from_ec2("interface", aws, scope, found, "NetworkInterfaceId", more)
 
 
@@ -208,7 +209,7 @@ def addresses(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
         used = item.get("AssociationId") or item.get("NetworkInterfaceId")
         return {"usd_month": price.hour("publicIpv4"), "note": f"{item.get('PublicIp')}, {'in use' if used else 'free'}"}
 
-    found = _ec2(aws, scope, "describe_addresses", "Addresses", None, clusters=False)
+    found = _ec2(aws, scope, "describe_addresses", "Addresses", None)
     yield from _from_ec2("Elastic IP", aws, scope, found, "AllocationId", more)
 
 
@@ -218,7 +219,7 @@ def nat_gateways(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
             return None
         return {"created": item.get("CreateTime"), "usd_month": price.hour("natGateway"), "note": str(item.get("State", ""))}
 
-    found = _ec2(aws, scope, "describe_nat_gateways", "NatGateways", "vpc-id", clusters=False)
+    found = _ec2(aws, scope, "describe_nat_gateways", "NatGateways", "vpc-id")
     yield from _from_ec2("NAT gateway", aws, scope, found, "NatGatewayId", more)
 
 
@@ -231,17 +232,17 @@ def endpoints(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
         managed = ", managed by another AWS service (GuardDuty?)" if item.get("RequesterManaged") else ""
         return {"created": item.get("CreationTimestamp"), "usd_month": usd, "note": f"{item.get('ServiceName', '')}{managed}"}
 
-    found = _ec2(aws, scope, "describe_vpc_endpoints", "VpcEndpoints", "vpc-id", clusters=False)
+    found = _ec2(aws, scope, "describe_vpc_endpoints", "VpcEndpoints", "vpc-id")
     yield from _from_ec2("VPC endpoint", aws, scope, found, "VpcEndpointId", more)
 
 
 def subnets(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
-    found = _ec2(aws, scope, "describe_subnets", "Subnets", "vpc-id", clusters=False)
+    found = _ec2(aws, scope, "describe_subnets", "Subnets", "vpc-id")
     yield from _from_ec2("subnet", aws, scope, found, "SubnetId", lambda item: {"note": f"{item.get('CidrBlock')}, {item.get('AvailabilityZone')}"})
 
 
 def route_tables(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
-    found = _ec2(aws, scope, "describe_route_tables", "RouteTables", "vpc-id", clusters=False, size=100)
+    found = _ec2(aws, scope, "describe_route_tables", "RouteTables", "vpc-id", size=100)
 
     def more(item: Mapping[str, Any]) -> dict[str, Any] | None:
         return None if any(link.get("Main") for link in item.get("Associations", [])) else {}  # the main one goes with its VPC
@@ -250,7 +251,7 @@ def route_tables(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
 
 
 def internet_gateways(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
-    found = _ec2(aws, scope, "describe_internet_gateways", "InternetGateways", "attachment.vpc-id", clusters=False)
+    found = _ec2(aws, scope, "describe_internet_gateways", "InternetGateways", "attachment.vpc-id")
     yield from _from_ec2("internet gateway", aws, scope, found, "InternetGatewayId", lambda _: {})
 
 
@@ -258,7 +259,7 @@ def security_groups(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
     def more(item: Mapping[str, Any]) -> dict[str, Any] | None:
         return None if item["GroupName"] == "default" else {"name": item["GroupName"]}  # the default one goes with its VPC
 
-    found = _ec2(aws, scope, "describe_security_groups", "SecurityGroups", "vpc-id")
+    found = _ec2(aws, scope, "describe_security_groups", "SecurityGroups", "vpc-id", OWNED)
     yield from _from_ec2("security group", aws, scope, found, "GroupId", more)
 
 
@@ -272,7 +273,7 @@ def volumes(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
         note = f"{item['Size']} GiB {item.get('VolumeType', '')}, {'of ' + attached[0] if attached else item.get('State', '')}"
         return {"created": item.get("CreateTime"), "usd_month": usd, "note": note}
 
-    yield from _from_ec2("volume", aws, scope, _ec2(aws, scope, "describe_volumes", "Volumes", None), "VolumeId", more)
+    yield from _from_ec2("volume", aws, scope, _ec2(aws, scope, "describe_volumes", "Volumes", None, OWNED), "VolumeId", more)
 
 
 def snapshots(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
@@ -288,7 +289,7 @@ def launch_templates(aws: Aws, scope: Scope, _: Prices) -> Iterator[Leftover]:
     def more(item: Mapping[str, Any]) -> dict[str, Any]:
         return {"created": item.get("CreateTime"), "name": item["LaunchTemplateName"]}
 
-    found = _ec2(aws, scope, "describe_launch_templates", "LaunchTemplates", None, size=200)
+    found = _ec2(aws, scope, "describe_launch_templates", "LaunchTemplates", None, "eks:cluster-name", size=200)
     yield from _from_ec2("launch template", aws, scope, found, "LaunchTemplateId", more)
 
 
@@ -311,7 +312,7 @@ def reservations(aws: Aws, scope: Scope, price: Prices) -> Iterator[Leftover]:
         return {"created": item.get("CreateDate"), "usd_month": price.instance(str(item.get("InstanceType")), unused), "note": note}
 
     filters = [{"Name": "state", "Values": ["active", "pending", "scheduled"]}]
-    found = _ec2(aws, scope, "describe_capacity_reservations", "CapacityReservations", None, clusters=False, Filters=filters)
+    found = _ec2(aws, scope, "describe_capacity_reservations", "CapacityReservations", None, Filters=filters)
     yield from _from_ec2("reservation", aws, scope, found, "CapacityReservationId", more)
 
 

@@ -15,11 +15,16 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import boto3
+import yaml
+from moto.backends import get_backend
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
+
+import naming
 
 ACCOUNT = "123456789012"
 Answer = tuple[int, str, bytes]
@@ -101,6 +106,10 @@ class Account:
 
     def count(self, operation: str) -> int:
         return sum(call.operation == operation for call in self.calls)
+
+    def backend(self, service: str, region: str = "us-west-2") -> Any:
+        """moto's own, for what would take minutes by calls."""
+        return get_backend(service)[ACCOUNT][region]
 
     def client(self, service: str, region: str = "us-west-2") -> Any:
         keys = {"aws_access_key_id": KEYS["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": KEYS["AWS_SECRET_ACCESS_KEY"]}
@@ -279,3 +288,23 @@ class Server:
 
 def summary(account: Account) -> Counter[str]:
     return Counter(f"{call.service}:{call.operation}" for call in account.calls)
+
+
+def write_stack(folder: Path, settings: Mapping[str, Any] | None = None, *, name: str = "dev", region: str | None = "us-west-2", **aws: Any) -> Path:
+    """A stack file: ``{"gpu": {...}}``; further keys are aws:... ones."""
+    values: dict[str, Any] = {"aws:region": region} if region else {}
+    values |= {f"aws:{key}": value for key, value in aws.items()}
+    values |= {f"ray-train-efa:{key}": value for key, value in (settings or {}).items()}
+    file = folder / f"Pulumi.{name}.yaml"
+    file.write_text(yaml.safe_dump({"config": values}))
+    return file
+
+
+def tags(stack: str = "dev", region: str = "us-west-2") -> list[dict[str, str]]:
+    """The tags of everything that a stack makes."""
+    found = naming.base_tags("ray-train-efa", stack, "someone", naming.deployment_id("ray-train-efa", stack, ACCOUNT, region))
+    return [{"Key": key, "Value": value} for key, value in found.items()]
+
+
+def specification(kind: str, stack: str = "dev", region: str = "us-west-2", **more: str) -> list[dict[str, Any]]:
+    return [{"ResourceType": kind, "Tags": tags(stack, region) + [{"Key": key, "Value": value} for key, value in more.items()]}]
