@@ -286,16 +286,20 @@ class Engine:
         main = threading.current_thread() is threading.main_thread()
         # A terminal that closes is a wish to stop, too; the engine itself is in another session and would go on alone.
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)} if main else {}
+        drawn: BaseException | None = None
         try:
             worker.start()
             while worker.is_alive():
                 worker.join(TICK_SECONDS)
-                if listener:
-                    listener(progress)
+                try:
+                    if listener and drawn is None:
+                        listener(progress)
+                except Exception as error:  # the operation goes on: half of it would be worse than no picture of it
+                    drawn = error
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return (outcome[0] if outcome else None), stops
+        return (outcome[0] if outcome else drawn), stops
 
     def _failure(self, error: auto.CommandError, errors: Sequence[str], failed: Sequence[str] = ()) -> OpsError:
         texts = [*errors, *([] if errors else str(error).splitlines())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 
 WAITING, WORKING, DONE, SAME, FAILED = "waiting", "working", "done", "unchanged", "failed"
@@ -39,7 +40,7 @@ PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A part's state. seconds: from its first change to its last, or to now while it works."""
+    """A part's state. seconds: from its first change to its last, or to now while it works. quiet: seconds since its last change."""
 
     title: str
     state: str
@@ -48,6 +49,7 @@ class Row:
     seconds: float
     usual: str
     now: tuple[str, ...] = ()
+    quiet: float = 0.0
 
 
 @dataclasses.dataclass
@@ -70,30 +72,35 @@ class Progress:
         self.note = ""
         self.detail = ""
         self._resources: dict[str, _Resource] = {}
-        self._touched: set[str] = set()
+        # Events come in one thread, and another draws.
+        self._lock = threading.Lock()
 
     def started(self, urn: str, op: str, at: float) -> None:
         """A resource is about to be changed, or found to be as it should."""
-        if part_of(urn):
+        if not part_of(urn):
+            return
+        with self._lock:
             # The steps of a replacement follow each other under one name.
             before = self._resources.get(urn)
             began = before.began if before and before.state in (WORKING, DONE) else at
             self._resources[urn] = _Resource(SAME if op in ("same", "read") else WORKING, began, kind=kind_of(urn))
-            self._touched.add(urn)
 
     def finished(self, urn: str, op: str, at: float) -> None:
-        found = self._resources.get(urn)
-        if found and found.state == WORKING:
-            found.state, found.ended = (SAME if op in ("same", "read") else DONE), at
+        with self._lock:
+            found = self._resources.get(urn)
+            if found and found.state == WORKING:
+                found.state, found.ended = (SAME if op in ("same", "read") else DONE), at
 
     def failed(self, urn: str, at: float) -> None:
-        found = self._resources.get(urn)
-        if found:
-            found.state, found.ended = FAILED, at
+        with self._lock:
+            found = self._resources.get(urn)
+            if found:
+                found.state, found.ended = FAILED, at
 
     def rows(self, at: float) -> tuple[Row, ...]:
         """The parts that this operation knows of so far, in the order in which they are worked on."""
-        rows = [self._row(part, at) for part in PARTS]
+        with self._lock:
+            rows = [self._row(part, at) for part in PARTS]
         found = [row for row in rows if row is not None]
         return tuple(reversed(found)) if self.kind == "destroy" else tuple(found)
 
@@ -108,7 +115,7 @@ class Progress:
         state = next((s for s in (FAILED, WORKING, DONE) if s in states), SAME)
         working = tuple(sorted({resource.kind for resource in mine if resource.state == WORKING}))
         usual = {"up": part.usual_up, "destroy": part.usual_down}.get(self.kind, "")
-        return Row(part.title, state, sum(resource.state in (DONE, SAME) for resource in mine), len(mine), ended - began, usual, working)
+        return Row(part.title, state, sum(resource.state in (DONE, SAME) for resource in mine), len(mine), ended - began, usual, working, at - ended)
 
 
 def part_of(urn: str) -> Part | None:

@@ -50,6 +50,10 @@ def progress_table(progress: Progress, at: float) -> RenderableType:
     return Group(made, total, *notes)
 
 
+# In a pipe a part is called done when nothing of it has changed for so long.
+SETTLED_SECONDS = 20
+
+
 class Watch:
     """Draws an operation's progress: a table over and over on a terminal, a line at each change in a pipe."""
 
@@ -69,12 +73,22 @@ class Watch:
             return
         if self.output.as_json or progress.kind == "refresh":
             return
+        self._lines(progress, now, over=False)
+
+    def _lines(self, progress: Progress, now: float, over: bool) -> None:
+        """A line where a part begins, fails, or has been done for a while: parts come back to life as what they waited for is there."""
         words = KINDS[progress.kind]
         for row in progress.rows(now):
-            if row.state not in (phases.SAME, phases.WAITING) and self._last.get(row.title) != row.state:
-                self._last[row.title] = row.state
-                took = f" ({duration(row.seconds)})" if row.state != phases.WORKING else f" (usually {row.usual})" if row.usual else ""
-                self.output.line(f"{row.title}: {words[row.state]}{took}")
+            last = self._last.get(row.title)
+            if row.state == phases.WORKING and last is None:
+                self.output.line(f"{row.title}: {words[row.state]}" + (f" (usually {row.usual})" if row.usual else ""))
+            elif (row.state == phases.FAILED and last != row.state) or (
+                row.state == phases.DONE and last != row.state and (over or row.quiet > SETTLED_SECONDS)
+            ):
+                self.output.line(f"{row.title}: {words[row.state]} ({duration(row.seconds)})")
+            else:
+                continue
+            self._last[row.title] = row.state
         if progress.note and progress.note != self._noted:
             self._noted = progress.note
             self.output.line(progress.note)
@@ -90,6 +104,8 @@ class Watch:
             self._live = None
             if progress is not None:
                 self.output.out.print(progress_table(progress, time.monotonic()))
+        elif progress is not None and progress.kind != "refresh" and not self.output.as_json:
+            self._lines(progress, time.monotonic(), over=True)
 
 
 def watched(output: Output, work: Callable[[Watch], Any]) -> Any:

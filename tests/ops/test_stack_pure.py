@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +44,23 @@ def test_a_down_goes_the_other_way_and_a_failure_is_seen() -> None:
     progress.failed(GPUS, 9.0)
     assert [row.title for row in progress.rows(10.0)] == ["Ray cluster", "GPU nodes", "network"]
     assert rows(progress, 10.0)["GPU nodes"].state == phases.FAILED
+
+
+def test_events_of_one_thread_and_the_drawing_of_another_do_not_meet() -> None:
+    progress = phases.Progress(began=0.0)
+    over = threading.Event()
+
+    def events() -> None:
+        for number in range(20_000):
+            progress.started(f"{VPC}-{number}", "create", 1.0)
+        over.set()
+
+    thread = threading.Thread(target=events)
+    thread.start()
+    while not over.is_set():
+        progress.rows(2.0)
+    thread.join()
+    assert rows(progress, 2.0)["network"].known == 20_000
 
 
 def test_what_is_as_it_should_be_takes_no_time() -> None:
