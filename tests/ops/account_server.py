@@ -111,6 +111,16 @@ class Account:
         """moto's own, for what would take minutes by calls."""
         return get_backend(service)[ACCOUNT][region]
 
+    def backend_global(self, service: str) -> Any:
+        return get_backend(service)[ACCOUNT]["aws"]
+
+    def many_instances(self, count: int, instance_type: str = "g6.xlarge", tagged: Mapping[str, str] | None = None) -> None:
+        """Each of a reservation of its own, by which DescribeInstances counts its pages."""
+        backend, (image, *_) = self.backend("ec2"), self.client("ec2").describe_images(Owners=["amazon"])["Images"]
+        how = {"instance_type": instance_type, "is_instance_type_default": False, "region_name": "us-west-2"}
+        for _ in range(count):
+            backend.run_instances(image["ImageId"], 1, "", [], tags={"instance": dict(tagged or {})}, **how)
+
     def client(self, service: str, region: str = "us-west-2") -> Any:
         keys = {"aws_access_key_id": KEYS["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": KEYS["AWS_SECRET_ACCESS_KEY"]}
         return boto3.client(service, region_name=region, endpoint_url=self.url, **keys)

@@ -117,9 +117,7 @@ def test_fr02_what_others_run_is_taken_off_and_the_stacks_own_is_not(account, st
 
 def test_a_thousand_and_more_instances_are_all_counted(account, stack):
     account.quotas["L-DB2E81BA"] = 10_000
-    backend, (image, *_) = account.backend("ec2"), account.client("ec2").describe_images(Owners=["amazon"])["Images"]
-    for _ in range(1100):
-        backend.run_instances(image["ImageId"], 1, "", [], instance_type="g6.xlarge", is_instance_type_default=False, region_name="us-west-2")
+    account.many_instances(1100)
     ok = [finding for finding in findings(doctor.examine("dev"), "vCPU quota") if "g6.12xlarge" in finding.what]
     assert f"{1100 * 4} in use by others" in ok[0].what
     pages = [call for call in account.calls if call.operation == "DescribeInstances" and "NextToken" in call.parameters]
