@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -23,9 +24,12 @@ from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from training import schema, worker
-from training.errors import EXIT_BAD_INPUT, EXIT_TRANSPORT_NOT_PROVEN, BadInput, JobError, TrainingFailed, TransportNotProven
+from training.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, JobError, TrainingFailed, TransportNotProven
 from training.settings import Settings
 from training.world import backend, look_around
+
+# Ten to twenty seconds without an answer: longer than a network's hiccup, shorter than Ray's own patience.
+GUARD_SECONDS, GUARD_FAILURES = 2.0, 5
 
 
 @contextlib.contextmanager
@@ -127,7 +131,7 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
         ray.train.report(dict(metrics), checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
 
     world = look_around(ray.train.torch.get_device())
-    hooks = worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint, functools.partial(_blame, lines))
+    hooks = worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint, _guard)
     try:
         return {"summary": worker.run_rank(settings, world, hooks)}
     except JobError as error:
@@ -135,13 +139,39 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": {"exit_code": error.exit_code, "text": str(error)}}
 
 
-def _blame(lines: Queue) -> str | None:
-    """When the driver's node goes, Ray ends its workers one by one; the survivors see a peer that vanished, and that alone misleads."""
+@contextlib.contextmanager
+def _guard(lost: Callable[[str], None]) -> Iterator[None]:
+    """Watches the head while this process trains. Ray ends the workers of a lost head half a minute later, and none could say why it ended."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    # The address and not the name, which soon belongs to a new head that knows nothing of this run.
+    head = (socket.gethostbyname(host), int(port))
+    over = threading.Event()
+
+    def watch() -> None:
+        failures = 0
+        while not over.wait(GUARD_SECONDS):
+            failures = 0 if _listens(head) else failures + 1
+            if failures == GUARD_FAILURES:
+                try:
+                    lost("the Ray head was lost (its pod or its node was stopped); start the same job again to go on from the last checkpoint")
+                finally:
+                    os._exit(EXIT_TRAINING_FAILED)
+
+    thread = threading.Thread(target=watch, name="guard", daemon=True)
+    thread.start()
     try:
-        ray.get(lines.actor.qsize.remote(), timeout=3)  # type: ignore[attr-defined]
-    except (ray.exceptions.RayError, TimeoutError):
-        return "the Ray head was lost (its pod or node was stopped); start the same job again to go on from the last checkpoint"
-    return None
+        yield
+    finally:
+        over.set()
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    """Whether the host still takes connections; the kernel of an overloaded one does."""
+    try:
+        socket.create_connection(address, timeout=GUARD_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _told(exit_code: int, text: str) -> JobError:

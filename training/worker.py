@@ -38,13 +38,13 @@ JUDGE_EVERY_SECONDS = 600.0
 @dataclasses.dataclass(frozen=True)
 class Hooks:
     """What a launcher gives its workers. ``say`` speaks to the person (rank 0 only calls it); ``on_metrics`` gets rank 0's lines;
-    ``on_checkpoint(step, metrics)`` is called on every rank after a checkpoint was begun; ``blame()`` tells rank 0 what the launcher knows
-    of a failure's cause, None where it knows nothing."""
+    ``on_checkpoint(step, metrics)`` is called on every rank after a checkpoint was begun; ``guard(lost)`` is entered by rank 0 while it
+    trains: where the launcher finds that nobody is left to hear of this run's end, it calls ``lost(reason)`` and ends the process."""
 
     say: Callable[[str], None]
     on_metrics: Callable[[Mapping[str, float]], None] = lambda _: None
     on_checkpoint: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None
-    blame: Callable[[], str | None] = lambda: None
+    guard: Callable[[Callable[[str], None]], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +139,10 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     network = Network(job, world, choice, attempt, say)
     checkpoints = checkpoint.Checkpointer(job.folder / "checkpoints", world, attempt, settings.keep_checkpoints, asynchronous=world.device.type == "cuda")
     step_done = start_step
+    guards = contextlib.ExitStack()
+    if record is not None:
+        closing = record.close
+        guards.enter_context(hooks.guard(lambda reason: closing("failed", step_done, reason)))
     try:
         network.check()
         if found:
@@ -212,10 +216,11 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         error = network.explain(raised)
         if record is not None:
             reason = f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
-            blamed = None if isinstance(error, JobError) else hooks.blame()
             with contextlib.suppress(OSError):  # the storage may be what failed; the error itself must be the one that is told
-                record.close("failed", step_done, f"{blamed}. {reason}" if blamed else reason)
+                record.close("failed", step_done, reason)
         raise error from raised if error is not raised else None
+    finally:
+        guards.close()
     if record is not None:
         record.close("done" if step_done >= settings.steps else "stopped", step_done)
     return {"run": job.run, "folder": str(job.folder), "step": step_done, "resumedFrom": start_step if found else None, "transport": network.line, **latest}

@@ -10,6 +10,7 @@ Exit code 0 where Ray has the last word (the job's own outcome is Ray's to tell)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 START_SECONDS = 300.0  # for a head that is just coming up
-SILENT_SECONDS = 40.0  # for one that does not answer any more: its pod or its node is gone
+SILENT_SECONDS = 30.0  # for one that does not answer any more: its pod or its node is gone
 EVERY = 3.0
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
 UNKNOWN = "unknown"
@@ -36,7 +37,7 @@ def state(client: Any, job: str) -> str | None:
 
 def hand_over(connect: Callable[[], Any], job: str, entrypoint: str, runtime_env: dict[str, Any], sleep: Callable[[float], None] = time.sleep) -> Any:
     """A client of the job API, with the job in it; a submitter that was started twice finds its job there. Raises what the last attempt raised."""
-    end = time.monotonic() + START_SECONDS
+    end, said = time.monotonic() + START_SECONDS, ""
     while True:
         try:
             client = connect()
@@ -46,7 +47,9 @@ def hand_over(connect: Callable[[], Any], job: str, entrypoint: str, runtime_env
         except Exception as error:
             if time.monotonic() > end:
                 raise
-            print(f"the Ray head does not take the job yet: {type(error).__name__}: {str(error)[:200]}", flush=True)  # noqa: T201
+            text = f"the Ray head does not take the job yet: {type(error).__name__}: {str(error)[:200]}"
+            if text != said:
+                print(said := text, flush=True)  # noqa: T201
             sleep(EVERY)
 
 
@@ -57,12 +60,14 @@ class Log:
         self.show, self.shown = show, 0
 
     async def stream(self, client: Any, job: str) -> None:
+        """Until the stream ends, however it does: what that means the job's state tells."""
         seen = 0
-        async for text in client.tail_job_logs(job):
-            seen += len(text)
-            if seen > self.shown:
-                self.show(text[-(seen - self.shown) :])
-                self.shown = seen
+        with contextlib.suppress(Exception):
+            async for text in client.tail_job_logs(job):
+                seen += len(text)
+                if seen > self.shown:
+                    self.show(text[-(seen - self.shown) :])
+                    self.shown = seen
 
 
 async def follow(client: Any, job: str, show: Callable[[str], None], every: float = EVERY, silent: float = SILENT_SECONDS) -> tuple[int, str]:
@@ -80,13 +85,12 @@ async def follow(client: Any, job: str, show: Callable[[str], None], every: floa
             await asyncio.wait({tail}, timeout=10)  # its last lines
             return 0, f"Ray says: {now}"
         if now == UNKNOWN:
-            return 0, "the Ray head was lost, and the job with it: a new head is there that does not know it"
+            return 1, "the Ray head was lost, and the job with it: a new head is there that does not know it"
         if now is not None:
             answered = time.monotonic()
         elif time.monotonic() - answered > silent:
             return 1, f"the Ray head was lost, and the job with it: no answer for {silent:.0f} seconds"
         if tail.done():
-            tail.exception()  # looked at, so that it is not reported: the state is what counts
             await asyncio.sleep(every)
             tail = asyncio.ensure_future(log.stream(client, job))
 

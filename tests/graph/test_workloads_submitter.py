@@ -69,7 +69,7 @@ def test_fr26_a_stream_that_ends_is_not_the_end_of_the_job_and_shows_nothing_twi
 
 def test_a_new_head_that_does_not_know_the_job_ends_it_with_the_reason():
     code, last, _ = followed(Head([Status.RUNNING, AWAY, AWAY, NO_JOB]))
-    assert code == 0, "the operator then sees that Ray has no such job, and says so"
+    assert code == 1, "the operator sees a failed submission at once, and does not wait for a head that may not answer"
     assert "the Ray head was lost" in last
 
 
