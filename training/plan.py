@@ -25,7 +25,8 @@ GB = 1e9
 GIB = 2.0**30
 REDUCE_BYTES = {"fp32": 4, "bf16": 2}
 RECOMPUTE = ("none", "selective", "full")
-DEFAULT_LOSS_CHUNK = 4096
+BLOCKS = ("fast", "fp8", "compiled")
+DEFAULT_LOSS_CHUNK = 8192
 NEARLY_EQUAL = 0.01
 
 
@@ -64,7 +65,16 @@ class Machine:
     optimizer_bytes: int = setting(
         36, "Bytes a parameter's fused AdamW step and clipping move through GPU memory: four states read, three written, the norm.", at_least=1
     )
-    logit_bytes: int = setting(10, "Bytes a logit of the loss chunk needs at its peak: two float32 matrices and one in bf16 (training/loss.py).", at_least=1)
+    logit_bytes: int = setting(2, "Bytes of a logit of the loss chunk: one bf16 matrix, which becomes its own gradient (training/loss.py).", at_least=1)
+    blocks: str = setting(
+        "fast", "How blocks are computed (setting blocks): fast, fast with its products in fp8, or compiled; decides what they keep.", choices=BLOCKS
+    )
+    fp8_gain: float = setting(1.37, "With fp8 blocks training is so many times faster than with bf16 ones. Measured on an H200, assumed elsewhere.", above=0)
+
+    @property
+    def training_tflops(self) -> float:
+        """TFLOP/s of training without recompute, with these blocks."""
+        return self.effective_tflops * (self.fp8_gain if self.blocks == "fp8" else 1.0)
 
     @property
     def is_cpu(self) -> bool:
@@ -77,27 +87,28 @@ class Machine:
         return self.nics * self.nic_gbps / 8 * self.nic_efficiency
 
 
-# peak and memory bandwidth: NVIDIA's data sheets (dense bf16). effective: H200 measured with this loop on Qwen2.5-1.5B (48.3k tokens/s, 61% of the
-# 790 TFLOP/s that torch.mm reaches there); L4 the same 61% of torch.mm's 70.9 (its 72 W cap), A100 of 260; H100 as H200, less 5% for its slower
-# memory; L40S from LLM.Q's published 162 on this model by hand-written kernels, less the 16% that these gain on an H100; A10G half of nominal
+# peak and memory bandwidth: NVIDIA's data sheets (dense bf16). effective: H200 measured with this loop and its fast blocks on Qwen2.5-1.5B
+# (55.7k tokens/s with one optimizer step for 32,768 tokens, 70% of the 790 TFLOP/s that torch.mm reaches there); H100 as H200, less 5% for its
+# slower memory. The others have no cuDNN attention that is faster, which is 5% of an H200's step: two thirds of what torch.mm reaches assumed
+# for L4 (70.9, its 72 W cap) and A100 (260); L40S from LLM.Q's published 162 by hand-written kernels, less 7%; A10G a good half of nominal
 # (assumed). intra_host: PCIe 4.0 without peer access assumed at 10 (x8) and 20 (x16); NVLink of H200 measured
 # (all-gather of one block over two GPUs; 264 with 1 GB), H100 the same, A100 two thirds of it as its links are. NICs: those of g6.12xlarge,
 # g5.12xlarge, g6e.12xlarge, p4d.24xlarge, p4de.24xlarge, p5.48xlarge and p5en.48xlarge.
 _GPUS: Mapping[str, Mapping[str, float]] = {
-    "NVIDIA L4": {"peak_tflops": 121, "effective_tflops": 43, "memory_gib": 21.95, "memory_gbs": 300, "intra_host_gbs": 10, "nic_gbps": 40},
-    "NVIDIA A10G": {"peak_tflops": 70, "effective_tflops": 35, "memory_gib": 22.06, "memory_gbs": 600, "intra_host_gbs": 10, "nic_gbps": 40},
-    "NVIDIA L40S": {"peak_tflops": 362, "effective_tflops": 136, "memory_gib": 44.4, "memory_gbs": 864, "intra_host_gbs": 20, "nic_gbps": 100},
+    "NVIDIA L4": {"peak_tflops": 121, "effective_tflops": 47, "memory_gib": 21.95, "memory_gbs": 300, "intra_host_gbs": 10, "nic_gbps": 40},
+    "NVIDIA A10G": {"peak_tflops": 70, "effective_tflops": 38, "memory_gib": 22.06, "memory_gbs": 600, "intra_host_gbs": 10, "nic_gbps": 40},
+    "NVIDIA L40S": {"peak_tflops": 362, "effective_tflops": 150, "memory_gib": 44.4, "memory_gbs": 864, "intra_host_gbs": 20, "nic_gbps": 100},
     "NVIDIA A100-SXM4-40GB": {
-        "peak_tflops": 312, "effective_tflops": 160, "memory_gib": 39.4, "memory_gbs": 1555, "intra_host_gbs": 150, "nic_gbps": 100, "nics": 4,
+        "peak_tflops": 312, "effective_tflops": 176, "memory_gib": 39.4, "memory_gbs": 1555, "intra_host_gbs": 150, "nic_gbps": 100, "nics": 4,
     },
     "NVIDIA A100-SXM4-80GB": {
-        "peak_tflops": 312, "effective_tflops": 160, "memory_gib": 79.1, "memory_gbs": 2039, "intra_host_gbs": 150, "nic_gbps": 100, "nics": 4,
+        "peak_tflops": 312, "effective_tflops": 176, "memory_gib": 79.1, "memory_gbs": 2039, "intra_host_gbs": 150, "nic_gbps": 100, "nics": 4,
     },
     "NVIDIA H100 80GB HBM3": {
-        "peak_tflops": 989, "effective_tflops": 455, "memory_gib": 79.1, "memory_gbs": 3350, "intra_host_gbs": 220, "nic_gbps": 100, "nics": 32,
+        "peak_tflops": 989, "effective_tflops": 526, "memory_gib": 79.1, "memory_gbs": 3350, "intra_host_gbs": 220, "nic_gbps": 100, "nics": 32,
     },
     "NVIDIA H200": {
-        "peak_tflops": 989, "effective_tflops": 480, "memory_gib": 139.8, "memory_gbs": 4800, "intra_host_gbs": 220, "nic_gbps": 200, "nics": 16,
+        "peak_tflops": 989, "effective_tflops": 555, "memory_gib": 139.8, "memory_gbs": 4800, "intra_host_gbs": 220, "nic_gbps": 200, "nics": 16,
     },
 }  # fmt: skip
 
@@ -109,7 +120,7 @@ CPU = Machine(
 )  # fmt: skip
 
 
-def machine(gpu: str, **given: float) -> Machine:
+def machine(gpu: str, **given: float | str) -> Machine:
     """The machine with this GPU (``NVIDIA L4``, or short: ``l4``), with fields of :class:`Machine` replaced by those ``given``.
 
     Raises BadInput for a GPU that is not in the table unless what the table would say is given, and for values out of bounds.
@@ -177,11 +188,11 @@ class Memory:
     """GiB of one GPU at the step's peak."""
 
     states: float
-    """Float32 weights, gradients and AdamW's moments (sharded)."""
+    """Float32 weights and AdamW's moments (sharded), and the gradients of embedding and head."""
     weights: float
     """Gathered weights, and gradients reduced within the host that wait for the all-reduce."""
     activations: float
-    """What the forward pass keeps for the backward pass."""
+    """What the forward pass keeps for the backward pass, and the blocks' gradients."""
     workspace: float
     """The loss chunk's logits, and the largest gradient on its way where there is more than one worker."""
     overhead: float
@@ -262,14 +273,22 @@ def between_hosts_bytes(shape: ModelShape, cluster: Cluster, choice: Choice, tok
     return round((p - 1) / p * (_gathers(choice, micro_steps) * gathered + micro_steps * reduced))
 
 
-def _saved_elements(shape: ModelShape, activation_checkpointing: str) -> int:
-    """Elements that a block keeps for the backward pass, per token; measured with compiled blocks of Qwen2.5-1.5B on an H200.
+def _saved_bytes(shape: ModelShape, blocks: str, activation_checkpointing: str, width: int) -> int:
+    """Bytes that a block keeps for the backward pass, per token, with activations of ``width`` bytes.
 
-    none: the inputs of every matrix product, of attention, of the norms and of the SwiGLU product (83 kB a token and block in bf16; without compile
-    SiLU's output comes on top). selective: the block's input and attention's tensors (12 kB). full: the block's input (3 kB).
+    Qwen2.5-1.5B in bf16, counted from training/fast/block.py and met by an H200 within 1%: fast 73 kB, without what elementwise work can redo
+    (selective) 49 kB; fp8 63 and 58 kB: the products' inputs as one transposed fp8 matrix each. compiled, measured: 83 kB, selective 12 kB
+    (the block's input and attention's tensors). full: the block's input, 3 kB.
     """
     d, q, kv, f = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.intermediate
-    return {"none": 6 * d + 3 * q + 3 * kv + 3 * f, "selective": d + 3 * q, "full": d}[activation_checkpointing]
+    if activation_checkpointing == "full":
+        return d * width
+    if blocks == "fp8":
+        wide, narrow = 2 * d + 2 * q + 2 * kv + 2 * f, q + f
+        return wide * width + narrow + (2 * d if activation_checkpointing == "none" else 0)
+    if blocks == "fast":
+        return width * (2 * d + 2 * q + 2 * kv + 2 * f + (2 * d + f if activation_checkpointing == "none" else 0))
+    return width * (6 * d + 3 * q + 3 * kv + 3 * f if activation_checkpointing == "none" else d + 3 * q)
 
 
 def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, micro_steps: int, loss_chunk: int) -> Memory:
@@ -281,24 +300,32 @@ def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mi
     weights = m.compute_bytes * (min(total, root + 2 * block) if choice.reshard else total)
     if choice.parallel == "hsdp" and cluster.hosts > 1 and micro_steps > 1:
         weights += reduce_bytes * total // shards
-    activations = tokens * shape.layers * _saved_elements(shape, choice.activation_checkpointing) * m.compute_bytes
-    if choice.activation_checkpointing != "none":
-        activations += tokens * _saved_elements(shape, "none") * m.compute_bytes  # the block being recomputed
-    loss = min(loss_chunk, tokens) * shape.vocab * m.logit_bytes + shape.embedding_parameters * m.compute_bytes
-    gradients = (m.compute_bytes + reduce_bytes) * max(2 * block, root)
+    kept = _saved_bytes(shape, m.blocks, choice.activation_checkpointing, m.compute_bytes)
+    redone = _saved_bytes(shape, m.blocks, "none", m.compute_bytes) - kept  # of the one block that is being recomputed
+    activations = tokens * (shape.layers * kept + redone)
+    # Gradients of what is in flight in one block: the activation's, and in fp8 both layouts of those of gate and up.
+    activations += tokens * shape.intermediate * {"fast": m.compute_bytes, "fp8": m.compute_bytes + 4, "compiled": 0}[m.blocks]
+    # In a single micro-step a block's gradient takes the place of its activations; later micro-steps find it there.
+    gradients = 4 * shape.layers * block / shards
+    activations = max(activations, gradients) if micro_steps == 1 else activations + gradients
+    if m.blocks == "fp8" and choice.activation_checkpointing != "full":
+        weights += shape.layers * block  # the fp8 weights, transposed
+    loss = min(loss_chunk, tokens) * shape.vocab * m.logit_bytes + shape.embedding_parameters * (4 + m.compute_bytes)
+    travelling = (m.compute_bytes + reduce_bytes) * max(2 * block, root)
     return Memory(
-        states=m.state_bytes * total / shards / GIB,
+        states=(m.state_bytes * total / shards - gradients) / GIB,
         weights=weights / GIB,
         activations=activations / GIB,
-        workspace=(loss + (gradients if cluster.world > 1 else 0)) / GIB,
+        workspace=(loss + (travelling if cluster.world > 1 else 0)) / GIB,
         overhead=m.overhead_gib,
     )
 
 
-def _recompute_seconds(shape: ModelShape, choice: Choice, forward: float) -> float:
+def _recompute_seconds(shape: ModelShape, machine: Machine, choice: Choice, forward: float) -> float:
     blocks = forward * shape.layers * shape.block_parameters / shape.parameters
-    # Two thirds: measured with compiled blocks on an H200, 23% more time a step against 34% with full.
-    return {"none": 0.0, "selective": 2 / 3 * blocks, "full": blocks}[choice.activation_checkpointing]
+    # Selective, measured on an H200: fast blocks redo elementwise work only (1.1% of a step), compiled ones two thirds of the block.
+    selective = 2 / 3 if machine.blocks == "compiled" else 0.04
+    return {"none": 0.0, "selective": selective * blocks, "full": blocks}[choice.activation_checkpointing]
 
 
 def _not_below(seconds: float, floor: float) -> float:
@@ -325,8 +352,8 @@ class _Times:
 
 def _times(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, micro_steps: int, sequence_length: int) -> _Times:
     m, n, g, shards = cluster.machine, cluster.hosts, cluster.gpus_per_host, _shards(cluster, choice)
-    forward = tokens * flops_per_token(shape, sequence_length) / (m.effective_tflops * 1e12) / 3
-    backward = 2 * forward + _recompute_seconds(shape, choice, forward)
+    forward = tokens * flops_per_token(shape, sequence_length) / (m.training_tflops * 1e12) / 3
+    backward = 2 * forward + _recompute_seconds(shape, m, choice, forward)
     # Recomputed blocks are launched once more, and gathered ones take part of that again (measured on 1 and 2 H200).
     rounds = 1 + (choice.activation_checkpointing != "none") + 0.5 * choice.reshard
     launches = rounds * (shape.layers + 1) * m.launch_ms * 1e-3
@@ -532,7 +559,7 @@ def table(candidates: Sequence[Candidate], chosen: Choice, count: int = 10) -> s
     return "\n".join(lines)
 
 
-def this_machine(device_type: str, **given: float) -> Machine:
+def this_machine(device_type: str, **given: float | str) -> Machine:
     """The machine this process runs on: the table's values with the memory PyTorch reports; an unknown GPU is measured (about a second).
 
     ``given`` replaces fields of :class:`Machine`; the network can't be seen from here, so pass it where it is known.
@@ -568,8 +595,8 @@ def _measured() -> dict[str, float]:
     source = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copied = 2 * source.numel() / fastest(lambda: target.copy_(source)) / GB
-    # 0.64: an H200 shows 750 here and holds 480 in training. The nominal peak can't be asked for, and the burst comes nearest to it.
-    return {"peak_tflops": product, "effective_tflops": 0.64 * product, "memory_gbs": copied}
+    # 0.7: an H200 shows 750 to 790 here and holds 555 in training. The nominal peak can't be asked for, and the burst comes nearest to it.
+    return {"peak_tflops": product, "effective_tflops": 0.7 * product, "memory_gbs": copied}
 
 
 def _model(name: str) -> ModelShape:
@@ -614,7 +641,8 @@ def _arguments() -> argparse.ArgumentParser:
     hardware = parser.add_argument_group("hardware (defaults by GPU)")
     hardware.add_argument("--gpu", default="NVIDIA L4", metavar="NAME", help=f"{', '.join(KNOWN_GPUS)}, or another with its values (default: %(default)s)")
     for field in dataclasses.fields(Machine)[1:]:
-        hardware.add_argument("--" + field.name.replace("_", "-"), type=float, metavar="X", help=field.metadata["doc"].replace("%", "%%"))
+        kind: dict[str, Any] = {"choices": BLOCKS} if field.name == "blocks" else {"type": float, "metavar": "X"}
+        hardware.add_argument("--" + field.name.replace("_", "-"), **kind, help=field.metadata["doc"].replace("%", "%%"))
     return parser
 
 

@@ -114,11 +114,11 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     """
     say = hooks.say if world.is_main else _silent
     job = world.together(lambda: check(settings))
-    choice = world.broadcast(world.on_main(lambda: _choose(job, world)))
+    pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
+    choice = world.broadcast(world.on_main(lambda: _choose(job, world, pieces)))
     assert choice is not None
     _share_storage(job, world)
 
-    pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
     net = model.build_empty(job.config)
     parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
     mesh = world.together(lambda: parallel.make_mesh(world, choice.parallel))
@@ -312,13 +312,14 @@ def _shape(job: Checked) -> ModelShape:
     return ModelShape.of(job.config.to_dict())
 
 
-def _choose(job: Checked, world: World) -> plan.Choice:
+def _choose(job: Checked, world: World, pieces: Pieces) -> plan.Choice:
     s = job.settings
 
     def fixed(value: str) -> str | None:
         return None if value == "auto" else value
 
-    machine = plan.this_machine(world.device.type, compute_bytes=_compute_dtype(s, world).itemsize)
+    blocks = "fp8" if pieces.fp8 else "fast" if pieces.blocks == "fast" else "compiled"
+    machine = plan.this_machine(world.device.type, compute_bytes=_compute_dtype(s, world).itemsize, blocks=blocks)
     cluster = plan.Cluster(len(world.hosts), world.local_size, machine)
     wanted = plan.Fixed(
         parallel=fixed(s.parallel),
