@@ -295,7 +295,7 @@ def changed(text: str) -> list[str]:
 
 def test_fr03_the_chosen_zone_stays_when_aws_offers_others_and_writing_it_down_changes_nothing(new_account: Callable[..., Account]) -> None:
     unpinned = {"storage": {"onDestroy": "delete"}, "budget": {"stopAfter": "8h"}}
-    account = new_account(unpinned)
+    account = new_account(unpinned, workloads=False)
     assert "a new stack takes us-west-2a" in account.up()
     elsewhere = account.up(simulation={"offerings": {"us-west-2": {"g6.12xlarge": ["b", "c"]}}})
     assert "a new stack takes us-west-2b" in elsewhere, "the case is real: the program would choose another zone now"
@@ -334,7 +334,7 @@ def test_two_stacks_live_side_by_side(new_account: Callable[..., Account]) -> No
 
 
 def test_a_kept_bucket_stays_with_its_checkpoints(new_account: Callable[..., Account]) -> None:
-    account = new_account({"storage": {"onDestroy": "keep"}})
+    account = new_account({"storage": {"onDestroy": "keep"}}, workloads=False)
     up = account.up()
     assert "stays with everything in it" in up
     name = bucket(account)
