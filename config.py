@@ -19,7 +19,7 @@ import versions
 from training import schema
 from training.errors import BadInput as BadInput
 from training.schema import setting
-from training.settings import Settings
+from training.settings import RUN_NAME, Settings
 from training.transport import preflight
 
 PROJECT = "ray-train-efa"
@@ -182,6 +182,10 @@ class Ray:
     workers: int | None = setting(None, "Worker pods on an existing cluster; 1 where nothing is said. On EKS each GPU node has one.", at_least=1)
     worker_cpu: float = setting(1.0, "CPUs of a worker pod on an existing cluster. On EKS a worker has all that its node can give.", above=0)
     worker_memory: str = setting("4Gi", "Memory of a worker pod on an existing cluster (Gi or Mi).")
+    huge_pages_mib: int | None = setting(
+        None, "MiB of 2 MiB huge pages for each worker, where the nodes have reserved them (EFA: 5120).", at_least=2, key="hugePagesMiB"
+    )
+    lock_memory: bool = setting(False, "Give the workers IPC_LOCK, where a node limits locked memory and EFA can't register its buffers.")
     charts: dict[str, Any] | None = setting(None, "Chart name to {chart, repository, version, image}: for clusters without internet access.")
 
     def __post_init__(self) -> None:
@@ -194,6 +198,8 @@ class Ray:
             problems.append(f"headMemory = {self.head_memory!r} is no amount of memory; write 8Gi")
         elif self.head_memory_gib < HEAD_MEMORY_FLOOR_GIB:
             problems.append(f"headMemory = {self.head_memory!r} gets the head killed for lack of memory; use {HEAD_MEMORY_FLOOR_GIB:.0f}Gi or more")
+        if self.huge_pages_mib is not None and self.huge_pages_mib % 2:
+            problems.append(f"hugePagesMiB = {self.huge_pages_mib} is no multiple of the page size, 2; use {self.huge_pages_mib + 1}")
         known = sorted(versions.CHARTS)
         problems += [f"charts.{name} is no chart of this project; known: {', '.join(known)}" for name in sorted(set(self.charts or {}) - set(known))]
         for name, source in sorted((self.charts or {}).items()):
@@ -349,7 +355,7 @@ SECTIONS: dict[str, type] = {
     "budget": Budget,
 }
 SCALARS = {"owner": "unset"}
-AROUND_THE_JOB = ("run", "deadline", "environment", "pip")
+AROUND_THE_JOB = ("run", "runName", "deadline", "environment", "pip", "pipReplaces")
 KEYS = (*SCALARS, *SECTIONS, "training")
 
 
@@ -388,6 +394,13 @@ def _training(raw: Any, problems: list[str]) -> Training | None:
         problems.append(f"{where}run = {run!r}: true or false expected")
         run = False
     job = {key: value for key, value in raw.items() if key not in AROUND_THE_JOB}
+    # The job's own `run`, whose place is taken by the switch.
+    name = raw.get("runName")
+    if name is not None and not (isinstance(name, str) and RUN_NAME.fullmatch(name)):
+        problems.append(f"{where}runName = {name!r} is no name of a run; use lower-case letters, digits, '.', '_' and '-', at most 63")
+        name = None
+    if name is not None:
+        job["run"] = name
     # Settings that a stopped job still lacks are no problem, but misspelt ones are found at once.
     lacking = {} if run else {"data": "-", "model": {"random": "tiny"}}
     before = len(problems)
@@ -401,10 +414,17 @@ def _training(raw: Any, problems: list[str]) -> Training | None:
     if not isinstance(pip, list) or not all(isinstance(item, str) and item for item in pip):
         problems.append(f"{where}pip = {pip!r}: a list of packages expected, such as [datasets==4.0.0]")
         pip = []
+    replaces = raw.get("pipReplaces", [])
+    if not isinstance(replaces, list) or not all(item in IMAGE_PACKAGES for item in replaces):
+        problems.append(f"{where}pipReplaces = {replaces!r}: a list of {', '.join(sorted(IMAGE_PACKAGES))} expected")
+        replaces = []
     for item in pip:
         package = re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", item.strip(), maxsplit=1)[0].lower())
-        if package in IMAGE_PACKAGES:
-            problems.append(f"{where}pip: {item!r} would replace the image's {package}; leave it out, or use another image (ray.image)")
+        if package in IMAGE_PACKAGES and package not in replaces:
+            problems.append(
+                f"{where}pip: {item!r} would replace the image's {package}, and what was proved of it; leave it out, use another image"
+                f" (ray.image), or say so: training.pipReplaces: [{package}]"
+            )
     if len(problems) > before or deadline is None:
         return None
     return Training(run=run, settings=job, deadline=deadline, environment=dict(environment), pip=tuple(pip))

@@ -34,6 +34,9 @@ NCCL = "2.29.7"
 EFA_INSTALLER = "1.49.0"
 AWS_OFI_NCCL = "1.20.0"
 
+# The newest minor that is released (github.com/kubernetes/autoscaler, 2026-02-05); one minor behind the control plane is fine.
+CLUSTER_AUTOSCALER = "v1.35.0"
+
 # Helm charts: name -> (repository, version).
 CHARTS = {
     # github.com/ray-project/kuberay, tag v1.6.0 of 2026-03-18: token auth, upgradeStrategy, HTTP probes.
@@ -42,6 +45,8 @@ CHARTS = {
     "nvidia-device-plugin": ("https://nvidia.github.io/k8s-device-plugin", "0.20.0"),
     # The version of AWS's Ray Train sample; its list of instance types has all EFA types of g6, g6e, p4d, p5*.
     "aws-efa-k8s-device-plugin": ("https://aws.github.io/eks-charts", "v0.5.32"),
+    # github.com/kubernetes/autoscaler, chart of 2026-03-02; installed only where gpu.minNodes and gpu.maxNodes differ.
+    "cluster-autoscaler": ("https://kubernetes.github.io/autoscaler", "9.56.0"),
 }
 
 

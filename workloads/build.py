@@ -12,6 +12,7 @@ from pulumi import ResourceOptions
 
 import config
 from workloads import diagnosis, job, manifests, watch
+from workloads.autoscaler import Autoscaler, AutoscalerArgs
 from workloads.device_plugins import DevicePlugins, DevicePluginsArgs
 from workloads.kuberay import Operator, OperatorArgs, pod_labels
 from workloads.provider import ClusterAccess, ClusterAccessArgs
@@ -86,6 +87,9 @@ def build(stack: config.Stack, name: str, nodes: Nodes | None, secrets: Mapping[
     if nodes is not None:
         args = DevicePluginsArgs(instance_type=nodes.instance_type, region=nodes.region, efa=nodes.efa > 0, overrides=stack.ray.charts)
         after += DevicePlugins(f"{name}-plugins", args, shared).releases
+        if workers.least != workers.most:
+            scaler = AutoscalerArgs(cluster=name, region=nodes.region, idle_minutes=stack.budget.idle_stop_minutes, overrides=stack.ray.charts)
+            after.append(Autoscaler(f"{name}-autoscaler", scaler, shared).release)
     operator = Operator(
         f"{name}-operator", OperatorArgs(stack=name, namespace=inside, on_eks=on_eks, overrides=stack.ray.charts, after=[*after, access.space]), shared
     )
@@ -102,6 +106,8 @@ def build(stack: config.Stack, name: str, nodes: Nodes | None, secrets: Mapping[
                 storage=storage,
                 on_eks=on_eks,
                 hub_token=secrets.get("huggingFaceToken") is not None,
+                huge_pages_mib=stack.ray.huge_pages_mib,
+                lock_memory=stack.ray.lock_memory,
             ),
             namespace=inside,
             operator_labels=pod_labels(name),

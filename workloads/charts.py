@@ -14,6 +14,8 @@ import versions
 EKS_IMAGES = "602401143452.dkr.ecr.{region}.amazonaws.com"
 # The node's own EFA label is looked for besides; a taint of that name is what AWS's examples put on EFA nodes.
 EFA_TAINT = "aws.amazon.com/efa"
+# After which Ray gives an idle worker up; its node is then the autoscaler's to remove.
+RAY_IDLE_SECONDS = 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,33 @@ def nvidia_plugin(image: str | None = None) -> dict[str, Any]:
         # It would mount every uverbs device into each GPU pod, past the EFA plugin (the chart's CHANGELOG, 0.19.3).
         "mofedEnabled": False,
         "tolerations": _tolerations(),
+    }
+
+
+def cluster_autoscaler(cluster: str, region: str, node_selector: Mapping[str, str], idle_minutes: int | None, image: str | None = None) -> dict[str, Any]:
+    """Values of cluster-autoscaler (kubernetes/autoscaler, charts/cluster-autoscaler/values.yaml). It finds its groups by their tags.
+
+    Its rights at AWS come from the association with its service account (infra/identity.py). idle_minutes: what an idle node may live, the
+    minute that Ray takes to give it up included; None: the autoscaler's own ten.
+    """
+    _, account = config.AUTOSCALER_SERVICE_ACCOUNT
+    return {
+        "fullnameOverride": account,
+        "cloudProvider": "aws",
+        "awsRegion": region,
+        "autoDiscovery": {"clusterName": cluster},
+        "image": _image(image) if image else {"tag": versions.CLUSTER_AUTOSCALER},
+        "rbac": {"create": True, "serviceAccount": {"create": True, "name": account}},
+        "nodeSelector": dict(node_selector),
+        "resources": {"requests": {"cpu": "50m", "memory": "300Mi"}, "limits": {"memory": "600Mi"}},
+        "extraArgs": {
+            "scale-down-unneeded-time": f"{max(1, idle_minutes - RAY_IDLE_SECONDS // 60)}m" if idle_minutes else "10m",
+            # The plugins' pods and empty folders of the node's disk are on every GPU node, and would keep it for ever.
+            "skip-nodes-with-system-pods": "false",
+            "skip-nodes-with-local-storage": "false",
+            # Scarce GPUs come late or not at all; the default is 15 minutes.
+            "max-node-provision-time": "20m",
+        },
     }
 
 

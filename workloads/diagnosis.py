@@ -245,6 +245,23 @@ def devices(nodes: Sequence[Mapping[str, Any]], daemons: Sequence[Mapping[str, A
     return Moment(ready, f"{complete} of {max(want.nodes, len(ours))} GPU nodes show {each}", tuple(causes))
 
 
+def one_node(nodes: Sequence[Mapping[str, Any]]) -> Moment:
+    """Whether there is one node that takes pods, so that a folder of it is the same for all of them."""
+    open_ = [node for node in nodes if not node.get("spec", {}).get("unschedulable") and not _shut(node) and not going(node)]
+    if len(open_) <= 1:
+        return Moment(True, "one node takes pods")
+    names = ", ".join(sorted(map(_name, open_)))
+    text = (
+        f"{config.PROJECT}:storage.hostPath is a folder of one node, and {len(open_)} nodes take pods ({names}): a worker elsewhere would write"
+        " where nobody looks; use storage.claimGiB (a ReadWriteMany volume) or storage.endpoint (S3-compatible)"
+    )
+    return Moment(False, "", (Cause("nodes", text, 0),))
+
+
+def _shut(node: Mapping[str, Any]) -> bool:
+    return any(taint.get("effect") in ("NoSchedule", "NoExecute") for taint in node.get("spec", {}).get("taints") or [])
+
+
 def _count(quantity: Any) -> int:
     return int(quantity) if str(quantity).isdigit() else 0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import config
 import versions
-from workloads import storage
+from workloads import charts, storage
 
 GCS, DASHBOARD, CLIENT = 6379, 8265, 10001
 SUBMITTER = {"app.kubernetes.io/component": "ray-job-submitter"}
@@ -19,6 +19,13 @@ TOKEN_SECRET, TOKEN_KEY = "hugging-face", "token"
 # What the kubelet and the node's own daemons (CNI, kube-proxy, Pod Identity agent, device plugins) take besides what EC2 reports.
 DAEMON_CPUS, DAEMON_GIB = 2, 2
 STOP_SECONDS = 60
+# Ray's own autoscaler, a container beside the head; KubeRay's default asks for half a CPU.
+AUTOSCALER = {
+    "version": "v2",
+    "idleTimeoutSeconds": charts.RAY_IDLE_SECONDS,
+    "imagePullPolicy": "IfNotPresent",
+    "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+}
 MADE_FROM = "ray-train-efa/made-from"
 
 
@@ -64,11 +71,14 @@ class Cluster:
     storage: storage.RunStorage
     on_eks: bool
     hub_token: bool = False
+    huge_pages_mib: int | None = None
+    lock_memory: bool = False
 
 
-def restricted() -> dict[str, Any]:
-    """A container's rights: root in its own file system, for the image knows no other user, and nothing besides."""
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"}}
+def restricted(*capabilities: str) -> dict[str, Any]:
+    """A container's rights: root in its own file system, for the image knows no other user, and nothing besides the capabilities named."""
+    allowed = {"drop": ["ALL"], **({"add": list(capabilities)} if capabilities else {})}
+    return {"allowPrivilegeEscalation": False, "capabilities": allowed, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def system_nodes(on_eks: bool) -> dict[str, str]:
@@ -118,6 +128,7 @@ def _head(cluster: Cluster, autoscaled: bool) -> dict[str, Any]:
                 # Only Ray's autoscaler, in the head's pod, talks to the API server.
                 "automountServiceAccountToken": autoscaled,
                 "nodeSelector": system_nodes(cluster.on_eks),
+                "initContainers": [_version_check(cluster.image)],
                 "containers": [
                     {
                         "name": "ray-head",
@@ -140,10 +151,33 @@ def _head(cluster: Cluster, autoscaled: bool) -> dict[str, Any]:
     }
 
 
+def _version_check(image: str) -> dict[str, Any]:
+    """Runs before the head: the operator acts by the version that it is told, on probes and tokens, and the image may be of another."""
+    script = (
+        f"import importlib.metadata as m, sys; found = m.version('ray'); found == '{versions.RAY}' or"
+        f" sys.exit(f'the image has Ray {{found}}, and this project is made for {versions.RAY}: use an image with it (ray.image)')"
+    )
+    return {
+        "name": "ray-version",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["python", "-c", script],
+        "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}],
+        # So that the reason stands in the pod's status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": restricted(),
+    }
+
+
 def _worker_spec(cluster: Cluster) -> dict[str, Any]:
     volumes, mounts = _volumes(cluster)
     workers = cluster.workers
-    devices = {name: count for name, count in (("nvidia.com/gpu", workers.gpus), ("vpc.amazonaws.com/efa", workers.efa)) if count}
+    devices: dict[str, Any] = {name: count for name, count in (("nvidia.com/gpu", workers.gpus), ("vpc.amazonaws.com/efa", workers.efa)) if count}
+    if cluster.huge_pages_mib:
+        devices["hugepages-2Mi"] = f"{cluster.huge_pages_mib}Mi"
+        volumes = [*volumes, {"name": "huge-pages", "emptyDir": {"medium": "HugePages-2Mi"}}]
+        mounts = [*mounts, {"name": "huge-pages", "mountPath": "/dev/hugepages"}]
     affinity: dict[str, Any] = {}
     if cluster.on_eks:
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_near(cluster, "worker")]}
@@ -171,7 +205,7 @@ def _worker_spec(cluster: Cluster) -> dict[str, Any]:
                     "requests": {"cpu": _cpus(workers.cpu), "memory": workers.memory, "ephemeral-storage": "5Gi", **devices},
                     "limits": {"memory": workers.memory, **devices},
                 },
-                "securityContext": restricted(),
+                "securityContext": restricted(*(["IPC_LOCK"] if cluster.lock_memory else [])),
                 "volumeMounts": mounts,
             }
         ],
@@ -200,6 +234,7 @@ def ray_cluster(cluster: Cluster) -> dict[str, Any]:
         # Whoever reaches the job API runs code: the network policy keeps others out, the token those who get in all the same.
         "authOptions": {"mode": "token"},
         "enableInTreeAutoscaling": autoscaled,
+        **({"autoscalerOptions": AUTOSCALER} if autoscaled else {}),
         "headGroupSpec": head,
         # With autoscaling the number is Ray's to write.
         "workerGroupSpecs": [{**group, **({} if autoscaled else {"replicas": workers.most}), "minReplicas": workers.least, "maxReplicas": workers.most}],

@@ -83,7 +83,7 @@ class RayCluster(pulumi.ComponentResource):
             opts=ResourceOptions(
                 parent=self,
                 depends_on=[*needed, *args.after],
-                hooks=self._devices_first(name, args),
+                hooks=self._first(name, args),
                 custom_timeouts=CustomTimeouts(delete="10m"),  # Ray's pods stop first
             ),
         )
@@ -99,11 +99,14 @@ class RayCluster(pulumi.ComponentResource):
         self.register_outputs({})
 
     @staticmethod
-    def _devices_first(name: str, args: RayClusterArgs) -> ResourceHookBinding | None:
-        if args.devices is None:
-            return None
-        look = watch.devices_hook(f"{name}-devices", args.watched, args.devices)
-        return ResourceHookBinding(before_create=[look], before_update=[look])
+    def _first(name: str, args: RayClusterArgs) -> ResourceHookBinding | None:
+        """What must hold before the first pod; asked again before each change."""
+        looks: list[pulumi.ResourceHook] = []
+        if args.devices is not None:
+            looks.append(watch.devices_hook(f"{name}-devices", args.watched, args.devices))
+        if args.cluster.storage.one_node:
+            looks.append(watch.one_node_hook(f"{name}-one-node", args.watched))
+        return ResourceHookBinding(before_create=list(looks), before_update=list(looks)) if looks else None
 
     @staticmethod
     def _secrets(args: RayClusterArgs) -> dict[str, dict[str, pulumi.Output[str]]]:

@@ -143,6 +143,16 @@ def devices_hook(name: str, where: Watched, want: diagnosis.Devices) -> pulumi.R
     return pulumi.ResourceHook(name, check)
 
 
+def one_node_hook(name: str, where: Watched) -> pulumi.ResourceHook:
+    """Runs before a Ray cluster whose pods share a folder of their node."""
+
+    async def check(_args: pulumi.ResourceHookArgs) -> None:
+        cluster = await where.cluster()
+        await settle(lambda: asyncio.to_thread(lambda: diagnosis.one_node(cluster.items("/api/v1/nodes"))), UNREACHABLE, _say("nodes"))
+
+    return pulumi.ResourceHook(name, check)
+
+
 def ready_hook(
     name: str, where: Watched, namespace: pulumi.Input[str], ray_cluster: str, operator: Mapping[str, str], want: diagnosis.RayPods
 ) -> pulumi.ResourceHook:

@@ -228,6 +228,42 @@ def test_a_hugging_face_token_comes_from_a_secret():
         assert environment(pod)["HF_TOKEN"] == {"secretKeyRef": {"name": manifests.TOKEN_SECRET, "key": manifests.TOKEN_KEY}}
 
 
+def test_huge_pages_and_locked_memory_are_the_workers_and_only_where_asked_for():
+    plain_head, plain = pods(manifests.ray_cluster(cluster()))
+    head, worker = pods(manifests.ray_cluster(cluster(huge_pages_mib=5120, lock_memory=True)))
+    assert head == plain_head
+    (container,), (without,) = worker["containers"], plain["containers"]
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["hugepages-2Mi"] == "5120Mi"
+        assert "hugepages-2Mi" not in without["resources"][kind]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert "add" not in without["securityContext"]["capabilities"]
+    assert {"name": "huge-pages", "emptyDir": {"medium": "HugePages-2Mi"}} in worker["volumes"]
+
+
+def test_the_images_ray_is_looked_at_before_the_head_starts():
+    head, _ = pods(manifests.ray_cluster(cluster()))
+    (check,) = head["initContainers"]
+    assert check["image"] == head["containers"][0]["image"]
+    script = check["command"][-1]
+    compile(script, "check", "exec")
+    assert f"'{versions.RAY}'" in script
+    assert check["terminationMessagePolicy"] == "FallbackToLogsOnError", "the reason stands in the pod's status, and so in what `up` says"
+
+
+def test_every_pod_tells_which_description_it_is_made_from():
+    def marks(spec):
+        group = spec["workerGroupSpecs"][0]["template"]
+        return {t["metadata"]["annotations"][manifests.MADE_FROM] for t in (spec["headGroupSpec"]["template"], group)}
+
+    plain = manifests.ray_cluster(cluster())
+    assert len(marks(plain)) == 1
+    assert marks(manifests.ray_cluster(cluster(image="repo/image:2"))) != marks(plain)
+    assert marks(manifests.ray_cluster(cluster(environment={"A": "b"}))) != marks(plain)
+    more = dataclasses.replace(G6, least=3, most=3)
+    assert marks(manifests.ray_cluster(cluster(workers=more))) == marks(plain), "another number of workers leaves those that are there"
+
+
 # Storage
 
 
@@ -377,6 +413,19 @@ def test_fr29_more_workers_than_room_are_refused_with_the_numbers():
         settings_of({"training": {"workers": 16}})
 
 
+def test_a_run_has_a_name_though_its_key_is_taken():
+    found = settings_of({"training": {"runName": "my-run"}})
+    assert found["run"] == "my-run"
+    schema.parse(Settings, {**found, "data": "x", "model": {"random": "tiny"}})
+
+
+def test_a_package_of_the_image_is_replaced_only_where_that_is_said():
+    stack = config.load({"training": {"pip": ["torch==2.14", "einops"], "pipReplaces": ["torch"]}})
+    assert stack.training.pip == ("torch==2.14", "einops")
+    with pytest.raises(BadInput, match=r"would replace the image's ray, .* training.pipReplaces: \[ray\]"):
+        config.load({"training": {"pip": ["ray"], "pipReplaces": ["torch"]}})
+
+
 def test_the_local_stack_is_whole():
     values, region = config.read_stack_file(str(ROOT / "Pulumi.local.yaml"))
     stack = config.load(values, region)
@@ -400,6 +449,9 @@ REFUSED = {
     "a deadline": ({"training": {"deadline": "soon"}}, "write 90m, 8h or 2d"),
     "no deadline": ({"training": {"deadline": "0m"}}, "write 90m, 8h or 2d"),
     "a number": ({"training": {"environment": {"A": 1}}}, "put numbers in quotes"),
+    "a run's name": ({"training": {"runName": "My Run"}}, "training.runName = 'My Run' is no name of a run"),
+    "what pip replaces": ({"training": {"pipReplaces": ["numpy"]}}, "training.pipReplaces = ['numpy']: a list of nvidia-nccl-cu12"),
+    "half a page": ({"ray": {"hugePagesMiB": 5}}, "hugePagesMiB = 5 is no multiple of the page size, 2; use 6"),
     "an empty token": ({"huggingFaceToken": ""}, "pulumi config set --secret"),
 }
 

@@ -140,7 +140,10 @@ def test_what_is_waited_for_changes_with_the_cluster_and_with_nothing_else():
 def test_on_eks_the_devices_are_looked_at_before_the_cluster_is_made_or_changed():
     cluster = on_eks().one(CLUSTER)
     assert hooks(cluster, "before_create") == hooks(cluster, "before_update") == ["ray-train-efa-dev-ray-devices"]
-    assert hooks(existing().one(CLUSTER), "before_create") == [], "CPU workers have no devices"
+    folder = existing().one(CLUSTER)
+    assert hooks(folder, "before_create") == hooks(folder, "before_update") == ["ray-train-efa-dev-ray-one-node"], "CPU workers have no devices"
+    claim = built({"cluster": EXISTING["cluster"], "storage": {"claimGiB": 10}})
+    assert hooks(claim.one(CLUSTER), "before_create") == []
     kinds = ("before_delete", "after_delete")
     assert not [node.name for node in on_eks().nodes.values() for kind in kinds if hooks(node, kind)], "destroy does not run the program"
 
@@ -148,6 +151,22 @@ def test_on_eks_the_devices_are_looked_at_before_the_cluster_is_made_or_changed(
 def test_new_pods_are_a_new_job_for_they_end_the_old_one():
     more = built({**EXISTING, "training": RUN, "ray": {"headMemory": "9Gi"}})
     assert more.outputs["trainingJob"] != existing().outputs["trainingJob"]
+
+
+def test_an_autoscaler_comes_with_an_open_number_of_nodes_and_acts_with_the_rights_of_its_account():
+    assert not [node for node in on_eks().of(RELEASE) if "autoscaler" in node.name]
+    assert not [node for node in built({"gpu": {"minNodes": 2, "maxNodes": 2}}).of(RELEASE) if "autoscaler" in node.name]
+    graph = built({"gpu": {"minNodes": 0, "maxNodes": 4}, "budget": {"idleStopMinutes": 15}})
+    scaler, association = graph.one(RELEASE, "autoscaler"), graph.one(recorder.ASSOCIATION, "autoscaler")
+    values = scaler.inputs["values"]
+    assert (scaler.inputs["namespace"], values["rbac"]["serviceAccount"]["name"]) == (association.inputs["namespace"], association.inputs["serviceAccount"])
+    assert values["autoDiscovery"]["clusterName"] == graph.one(recorder.CLUSTER).name
+    assert values["extraArgs"]["scale-down-unneeded-time"] == "14m", "Ray takes a minute of the fifteen"
+    graph.waits(scaler, [*graph.of(recorder.GROUP), association])
+    graph.waits(graph.one(CLUSTER), [scaler])
+    spec = graph.one(CLUSTER).inputs["spec"]
+    assert (spec["enableInTreeAutoscaling"], spec["autoscalerOptions"]["idleTimeoutSeconds"]) == (True, 60)
+    assert [spec["workerGroupSpecs"][0][key] for key in ("minReplicas", "maxReplicas")] == [0, 4]
 
 
 def test_a_first_up_trains_nothing():

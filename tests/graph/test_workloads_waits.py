@@ -258,6 +258,19 @@ def test_nodes_without_efa_are_not_asked_for_it():
     assert shown([node(efa=None)], Devices(nodes=1, gpus=4, efa=0)).ready
 
 
+# A folder of a node
+
+
+def test_fr43_a_folder_of_a_node_is_refused_where_pods_could_be_on_another():
+    one, two = node("n1"), node("n2")
+    assert diagnosis.one_node([one]).ready
+    assert "2 nodes take pods (n1, n2)" in cause(diagnosis.one_node([one, two])).text
+    two["spec"] = {"taints": [{"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}]}
+    assert diagnosis.one_node([one, two]).ready, "kind's control plane takes no pods"
+    two["spec"] = {"unschedulable": True}
+    assert diagnosis.one_node([one, two]).ready
+
+
 # The wait
 
 
