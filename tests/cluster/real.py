@@ -1,7 +1,7 @@
 """A stack of its own on the Kubernetes of KUBECONFIG: a copy of the program, a state backend, and prepared data on the node.
 
-CLUSTER_IMAGE names an image with Ray, PyTorch and transformers that the nodes have or can pull; CLUSTER_CHART a folder with
-the operator's chart, for a cluster without internet access; CLUSTER_FOLDER the node's folder for data and runs.
+CLUSTER_IMAGE names an image with Ray, PyTorch and transformers that the nodes have or can pull (CLUSTER_OTHER_IMAGE another one);
+CLUSTER_CHART a folder with the operator's chart, for a cluster without internet access; CLUSTER_FOLDER the node's folder for data and runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ TOOLS = Path(os.environ.get("LAB_HOME", "/var/tmp/lab")) / "bin"
 PATH = f"{TOOLS}:{os.environ['PATH']}"
 IMAGE, CHART = os.environ.get("CLUSTER_IMAGE", ""), os.environ.get("CLUSTER_CHART", "")
 FOLDER = os.environ.get("CLUSTER_FOLDER", "/var/lib/ray-train-efa-test")
+# The same image by another name, which a node takes for another image and need not pull.
+OTHER_IMAGE = os.environ.get("CLUSTER_OTHER_IMAGE", IMAGE.removeprefix("docker.io/") if IMAGE.startswith("docker.io/") else "")
 PROGRAM = ("Pulumi.yaml", *(path.name for path in ROOT.glob("*.py")), "prices.json", "infra", "workloads", "training")
 
 
@@ -116,12 +119,47 @@ class Stack:
         salt = {k: v for k, v in yaml.safe_load(file.read_text()).items() if k != "config"} if file.exists() else {}
         file.write_text(yaml.safe_dump({**salt, "config": named}))
 
-    def pulumi(self, *arguments: str) -> str:
-        command = ["pulumi", *arguments, "--stack", self.name, "--non-interactive", "--color", "never"]
+    def command(self, *arguments: str) -> list[str]:
+        return ["pulumi", *arguments, "--stack", self.name, "--non-interactive", "--color", "never"]
+
+    def pulumi(self, *arguments: str, code: int = 0) -> str:
+        """What the engine says. code: its exit code, 255 for any that is no success."""
+        command = self.command(*arguments)
         done = subprocess.run(command, cwd=self.project, env=self.environment, capture_output=True, text=True, timeout=900, check=False)
         text = done.stdout + done.stderr
-        assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{text[-6000:]}"
+        expected = done.returncode == code or (code == 255 and done.returncode != 0)
+        assert expected, f"{' '.join(command)} ended with {done.returncode}:\n{text[-6000:]}"
         return text
+
+    def stuck(self) -> str:
+        """What an `up` says that must fail."""
+        return self.pulumi("up", "--yes", "--skip-preview", code=255)
+
+    def interrupted(self, sent: signal.Signals, at: str) -> str:
+        """What an `up` says that gets a signal as soon as it says ``at``."""
+        pulumi = subprocess.Popen(
+            self.command("up", "--yes", "--skip-preview"),
+            cwd=self.project,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert pulumi.stdout is not None
+        said = ""
+        for line in pulumi.stdout:
+            said += line
+            if at in line:
+                break
+        if sent == signal.SIGKILL:
+            os.killpg(pulumi.pid, sent)  # the machine that it runs on is gone, with all its processes
+        else:
+            pulumi.send_signal(sent)
+        rest, _ = pulumi.communicate(timeout=300)
+        assert at in said, f"`up` never said {at!r}:\n{said[-3000:]}"
+        assert pulumi.returncode != 0, said + rest
+        return said + rest
 
     def up(self) -> str:
         return self.pulumi("up", "--yes", "--skip-preview")
@@ -149,6 +187,20 @@ class Stack:
             assert time.monotonic() < end, f"{what}: not in {seconds:.0f} s\n{self.kubectl('-n', self.namespace, 'get', 'pods,rayjob', code=None)}"
             time.sleep(1)
         return answer
+
+    def pods(self, node_type: str) -> list[dict[str, Any]]:
+        """The Ray cluster's head or workers, less those that go."""
+        found = self.get("pods", "-l", f"ray.io/node-type={node_type}")
+        return [pod for pod in found if not pod["metadata"].get("deletionTimestamp")]
+
+    def kill(self, node_type: str) -> None:
+        """One pod is gone at once, as if its node were."""
+        name = self.pods(node_type)[0]["metadata"]["name"]
+        self.kubectl("-n", self.namespace, "delete", "pod", name, "--force", "--grace-period=0")
+
+    def log(self) -> str:
+        """What the job has said so far."""
+        return self.kubectl("-n", self.namespace, "logs", "-l", "app.kubernetes.io/component=ray-job-submitter", "--tail", "-1", code=None)
 
     def ended(self) -> dict[str, Any]:
         """The job's status once it has one that stays."""

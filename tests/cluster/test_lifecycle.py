@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from real import IMAGE, Stack
+from real import IMAGE, OTHER_IMAGE, Stack
 
 pytestmark = pytest.mark.cluster
 
@@ -33,21 +33,13 @@ for token in (None, "wrong", os.environ["RAY_AUTH_TOKEN"]):
 """
 
 
-def pods(stack: Stack, node_type: str) -> list[dict]:
-    return stack.get("pods", "-l", f"ray.io/node-type={node_type}")
-
-
 def head_address(stack: Stack) -> str:
-    return str(pods(stack, "head")[0]["status"]["podIP"])
+    return str(stack.pods("head")[0]["status"]["podIP"])
 
 
 def in_worker(stack: Stack, script: str, *arguments: str) -> str:
-    name = pods(stack, "worker")[0]["metadata"]["name"]
+    name = stack.pods("worker")[0]["metadata"]["name"]
     return stack.kubectl("-n", stack.namespace, "exec", name, "-c", "ray-worker", "--", "python", "-c", script, *arguments)
-
-
-def job_log(stack: Stack) -> str:
-    return stack.kubectl("-n", stack.namespace, "logs", "-l", "app.kubernetes.io/component=ray-job-submitter", "--tail", "-1", code=None)
 
 
 def test_up_goes_from_nothing_to_a_finished_run(stack: Stack) -> None:
@@ -64,7 +56,7 @@ def test_a_second_up_changes_nothing(stack: Stack) -> None:
 
 
 def test_every_pod_carries_the_image_that_the_stack_names(stack: Stack) -> None:
-    found = [container["image"] for kind in ("head", "worker") for pod in pods(stack, kind) for container in pod["spec"]["containers"]]
+    found = [container["image"] for kind in ("head", "worker") for pod in stack.pods(kind) for container in pod["spec"]["containers"]]
     assert found == [IMAGE] * 3
 
 
@@ -80,13 +72,27 @@ def test_a_wrong_token_is_refused_inside_the_fence_too(stack: Stack) -> None:
 
 
 def test_other_settings_are_a_new_job_on_the_same_pods(stack: Stack) -> None:
-    before = {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in pods(stack, kind)}
+    before = {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in stack.pods(kind)}
     old = stack.job()["metadata"]["name"]
     stack.train(steps=3000, learningRate=0.001, logEvery=10)
     stack.up()
     assert stack.job()["metadata"]["name"] != old
-    assert {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in pods(stack, kind)} == before
+    assert {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in stack.pods(kind)} == before
     stack.wait_for("the new job's start", lambda: stack.job().get("status", {}).get("jobStatus") == "RUNNING")
+
+
+@pytest.mark.skipif(not OTHER_IMAGE, reason="CLUSTER_OTHER_IMAGE names no second image")
+def test_another_image_is_on_every_pod_when_up_ends_and_runs_the_job_anew(stack: Stack) -> None:
+    before, old = {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in stack.pods(kind)}, stack.job()["metadata"]["name"]
+    stack.settings["ray"]["image"] = OTHER_IMAGE
+    stack.write()
+    stack.up()
+    after = [pod for kind in ("head", "worker") for pod in stack.pods(kind)]
+    assert [container["image"] for pod in after for container in pod["spec"]["containers"]] == [OTHER_IMAGE] * 3
+    assert not before & {pod["metadata"]["uid"] for pod in after}
+    assert all(status["ready"] for pod in after for status in pod["status"]["containerStatuses"]), "`up` ended before the new pods were ready"
+    assert stack.job()["metadata"]["name"] != old
+    stack.wait_for("the job's start on the new pods", lambda: stack.job().get("status", {}).get("jobStatus") == "RUNNING")
 
 
 def test_destroy_in_the_middle_of_a_run_leaves_nothing(stack: Stack) -> None:

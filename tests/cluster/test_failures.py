@@ -1,0 +1,94 @@
+"""What goes wrong on a real Kubernetes: pods that find no place, an image that is not there, an `up` that is cut off, pods that are lost.
+
+The tests go in this order, on one stack.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from real import IMAGE, Stack
+
+pytestmark = pytest.mark.cluster
+A_MINUTE = 60.0
+
+
+def only_run(stack: Stack, *before: str) -> dict:
+    """The record of the one run that is not among ``before``."""
+    (record,) = [record for name, record in stack.run_records().items() if name not in before]
+    return record
+
+
+def test_a_pod_that_finds_no_place_ends_up_with_the_reason_and_the_way_out(stack: Stack) -> None:
+    stack.settings["ray"]["workerMemory"] = "9000Gi"
+    stack.train(steps=20, run=False)
+    said = stack.stuck()
+    assert "finds no node (it asks for cpu 350m, memory 9000Gi): 0/" in said
+    assert "Insufficient memory" in said
+    assert "Ask for less (ray.headCpu" in said
+
+
+def test_an_image_that_is_not_there_ends_up_with_its_name(stack: Stack) -> None:
+    stack.settings["ray"] |= {"workerMemory": "3Gi", "image": "registry.invalid/no/such-image:1"}
+    stack.write()
+    said = stack.stuck()
+    assert "Check the name and that the nodes may pull it (ray.image): registry.invalid/no/such-image:1" in said
+
+
+def test_an_up_that_is_interrupted_or_killed_goes_on_when_it_is_repeated(stack: Stack) -> None:
+    stack.settings["ray"]["image"] = IMAGE
+    stack.write()
+    stack.interrupted(signal.SIGINT, at="Ray cluster: ")
+    stack.interrupted(signal.SIGKILL, at="Ray cluster: ")
+    stack.pulumi("cancel", "--yes")  # the dead one's lock
+    stack.up()
+    assert [len(stack.pods(kind)) for kind in ("head", "worker")] == [1, 2]
+    assert " unchanged" in stack.up()
+
+
+def test_a_worker_that_is_lost_comes_back_and_the_run_goes_on_from_its_checkpoint(stack: Stack) -> None:
+    stack.train(steps=400, logEvery=10, checkpointEvery=50)
+    stack.up()
+    stack.wait_for("the second checkpoint", lambda: "step 110/400" in stack.log())
+    stack.kill("worker")
+    status = stack.ended()
+    assert (status["jobStatus"], status["jobDeploymentStatus"]) == ("SUCCEEDED", "Complete"), stack.log()[-3000:]
+    record = only_run(stack)
+    assert record["outcome"] == "done"
+    first, *_, last = record["attempts"]
+    assert first["outcome"] != "done"
+    assert (last["outcome"], last["endStep"]) == ("done", 400)
+    assert last["startStep"] >= 100, "it began at the last checkpoint, and not anew"
+    assert "resuming" in stack.log()
+
+
+def test_a_head_that_is_lost_fails_the_run_within_a_minute_and_says_so(stack: Stack) -> None:
+    before = list(stack.run_records())
+    stack.train(steps=20000, logEvery=10, checkpointEvery=50, learningRate=0.0007)
+    stack.up()
+    stack.wait_for("the first checkpoint", lambda: "step    60/20000" in stack.log())
+    stack.kill("head")
+    lost = time.monotonic()
+    status = stack.ended()
+    took = time.monotonic() - lost
+    assert status["jobDeploymentStatus"] == "Failed"
+    assert "the Ray head was lost" in stack.log().splitlines()[-1]
+    attempt = only_run(stack, *before)["attempts"][-1]
+    assert attempt["outcome"] == "failed"
+    assert attempt["reason"].startswith("the Ray head was lost"), attempt
+    assert took < 2 * A_MINUTE, f"{took:.0f} s: twice what it may take on an idle machine"
+
+
+def test_the_same_run_goes_on_when_its_job_is_made_again(stack: Stack) -> None:
+    """What docs/kubernetes.md says to do after a head was lost."""
+    urns = stack.pulumi("stack", "--show-urns")
+    (urn,) = [line.split("urn:")[1] for line in urns.splitlines() if "::RayJob" in line or "RayJob::" in line]
+    stack.pulumi("up", "--yes", "--skip-preview", "--replace", f"urn:{urn.strip()}")
+    stack.wait_for("the run to go on", lambda: "resuming" in stack.log())
+
+
+def test_destroy_stops_it_all(stack: Stack) -> None:
+    stack.destroy()
+    assert stack.kubectl("get", "namespace", stack.namespace, "--ignore-not-found") == ""
