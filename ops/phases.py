@@ -54,10 +54,11 @@ class Row:
 
 @dataclasses.dataclass
 class _Resource:
+    part: Part
+    kind: str
     state: str
     began: float
     ended: float | None = None
-    kind: str = ""
 
 
 class Progress:
@@ -77,13 +78,14 @@ class Progress:
 
     def started(self, urn: str, op: str, at: float) -> None:
         """A resource is about to be changed, or found to be as it should."""
-        if not part_of(urn):
+        part = part_of(urn)
+        if part is None or own_kind(urn).startswith(TOKEN):
             return
         with self._lock:
             # The steps of a replacement follow each other under one name.
             before = self._resources.get(urn)
             began = before.began if before and before.state in (WORKING, DONE) else at
-            self._resources[urn] = _Resource(SAME if op in ("same", "read") else WORKING, began, kind=kind_of(urn))
+            self._resources[urn] = _Resource(part, kind_of(urn), SAME if op in ("same", "read") else WORKING, began)
 
     def finished(self, urn: str, op: str, at: float) -> None:
         with self._lock:
@@ -100,12 +102,11 @@ class Progress:
     def rows(self, at: float) -> tuple[Row, ...]:
         """The parts that this operation knows of so far, in the order in which they are worked on."""
         with self._lock:
-            rows = [self._row(part, at) for part in PARTS]
-        found = [row for row in rows if row is not None]
-        return tuple(reversed(found)) if self.kind == "destroy" else tuple(found)
+            found = [dataclasses.replace(resource) for resource in self._resources.values()]
+        rows = [row for part in PARTS if (row := self._row(part, [resource for resource in found if resource.part == part], at))]
+        return tuple(reversed(rows)) if self.kind == "destroy" else tuple(rows)
 
-    def _row(self, part: Part, at: float) -> Row | None:
-        mine = [resource for urn, resource in self._resources.items() if part_of(urn) == part and not own_kind(urn).startswith(TOKEN)]
+    def _row(self, part: Part, mine: Sequence[_Resource], at: float) -> Row | None:
         if not mine:
             return None
         states = {resource.state for resource in mine}
@@ -115,7 +116,8 @@ class Progress:
         state = next((s for s in (FAILED, WORKING, DONE) if s in states), SAME)
         working = tuple(sorted({resource.kind for resource in mine if resource.state == WORKING}))
         usual = {"up": part.usual_up, "destroy": part.usual_down}.get(self.kind, "")
-        return Row(part.title, state, sum(resource.state in (DONE, SAME) for resource in mine), len(mine), ended - began, usual, working, at - ended)
+        done = sum(resource.state in (DONE, SAME) for resource in mine)
+        return Row(part.title, state, done, len(mine), ended - began, usual, working, at - ended)
 
 
 def part_of(urn: str) -> Part | None:

@@ -193,7 +193,9 @@ def _pod(pod: Object, facts: Facts) -> Why | None:
         reason, message = str(waiting.get("reason") or ""), _one_line(waiting.get("message"))
         if reason in PULL_FAILED:
             return _image(pod, container, who, facts, message)
-        if reason == "CrashLoopBackOff" or (container.get("state") or {}).get("terminated"):
+        # An init container that did its work has ended, too.
+        ended = (container.get("state") or {}).get("terminated") or {}
+        if reason == "CrashLoopBackOff" or ended.get("exitCode"):
             return _crashed(container, who, name)
         if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
             return Why(
@@ -301,22 +303,8 @@ def _unschedulable(pod: Object, who: str, message: str, facts: Facts) -> Why:
             name,
             waiting=True,
         )
-    if match := re.search(r"untolerated taint\(?s?\)? ?\{([^}]*)\}", text):
-        taint = match[1].replace(": ", "=").rstrip("=")
-        if "not-ready" in taint or "unreachable" in taint:
-            return Why(
-                "node-not-ready",
-                f"{who} ({name}) waits for a node to become ready ({taint})",
-                "wait; if it stays, look at the node: kubectl describe nodes",
-                name,
-                waiting=True,
-            )
-        return Why(
-            "taint",
-            f"{who} ({name}) finds no node: they carry the taint {taint}, which it does not tolerate",
-            f"take the taint off (kubectl taint nodes NODE {taint.split('=')[0]}-), or use other nodes",
-            name,
-        )
+    if "untolerated taint" in text:
+        return _tainted(pod, who, text, facts)
     if re.search(r"didn't match Pod's node affinity/selector|node selector", text):
         selector = ", ".join(f"{key}={value}" for key, value in ((pod.get("spec") or {}).get("nodeSelector") or {}).items())
         return Why(
@@ -330,6 +318,43 @@ def _unschedulable(pod: Object, who: str, message: str, facts: Facts) -> Why:
     if "unbound" in text or "volume" in text.lower():
         return Why("volume", f"{who} ({name}) waits for its volume: {_one_line(text)}", "see that storage.storageClass exists and offers ReadWriteMany", name)
     return Why("unschedulable", f"{who} ({name}) finds no node: {_one_line(text)}", "kubectl describe nodes shows what they have", name)
+
+
+def _tainted(pod: Object, who: str, text: str, facts: Facts) -> Why:
+    """Older schedulers name the taint, 1.34 only says that there is one; the nodes that the pod selects tell."""
+    name, spec = str(pod["metadata"]["name"]), pod.get("spec") or {}
+    selector = spec.get("nodeSelector") or {}
+    selected = [node for node in facts.nodes if selector.items() <= _labels(node).items()]
+    taints = [(node["metadata"]["name"], taint) for node in selected for taint in _untolerated(spec, node)]
+    told = re.search(r"untolerated taint\(?s?\)? ?\{([^}]*)\}", text)
+    own = [(node, taint) for node, taint in taints if not str(taint.get("key")).startswith("node.kubernetes.io/")]
+    if not own and taints and not told:
+        node, taint = taints[0]
+        what = str(taint["key"]).removeprefix("node.kubernetes.io/")
+        return Why("node-not-ready", f"{who} ({name}) waits for node {node}, which is {what}", "wait; if it stays: kubectl describe nodes", name, waiting=True)
+    node, shown = "NODE", told[1].replace(": ", "=") if told else "?"
+    if own:
+        node, taint = own[0]
+        shown = f"{taint.get('key')}={taint.get('value') or ''}"
+    shown = shown.rstrip("=")
+    return Why(
+        "taint",
+        f"{who} ({name}) finds no node: {'node ' + node + ' carries' if own else 'they carry'} the taint {shown}, which it does not tolerate",
+        f"take the taint off (kubectl taint nodes {node} {shown.split('=')[0]}-), or use other nodes",
+        name,
+    )
+
+
+def _untolerated(spec: Object, node: Object) -> list[Mapping[str, Any]]:
+    """https://kubernetes.io/docs/concepts/scheduling-eviction/taint-and-toleration/"""
+
+    def tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+        key, effect = toleration.get("key"), toleration.get("effect")
+        same = toleration.get("operator") == "Exists" or toleration.get("value", "") == taint.get("value", "")
+        return (not key or key == taint.get("key")) and (not effect or effect == taint.get("effect")) and same
+
+    taints = [taint for taint in (node.get("spec") or {}).get("taints") or [] if taint.get("effect") in ("NoSchedule", "NoExecute")]
+    return [taint for taint in taints if not any(tolerates(toleration, taint) for toleration in spec.get("tolerations") or [])]
 
 
 def _device(pod: Object, who: str, device: str, title: str, asked: str, facts: Facts) -> Why:

@@ -51,7 +51,7 @@ def test_events_of_one_thread_and_the_drawing_of_another_do_not_meet() -> None:
     over = threading.Event()
 
     def events() -> None:
-        for number in range(20_000):
+        for number in range(2_000):
             progress.started(f"{VPC}-{number}", "create", 1.0)
         over.set()
 
@@ -60,7 +60,7 @@ def test_events_of_one_thread_and_the_drawing_of_another_do_not_meet() -> None:
     while not over.is_set():
         progress.rows(2.0)
     thread.join()
-    assert rows(progress, 2.0)["network"].known == 20_000
+    assert rows(progress, 2.0)["network"].known == 2_000
 
 
 def test_what_is_as_it_should_be_takes_no_time() -> None:

@@ -44,6 +44,13 @@ def node(name: str = "n1", ready: bool = True, group: str = "", **allocatable: s
     }
 
 
+def tainted(name: str, key: str, value: str) -> dict[str, Any]:
+    found = node(name)
+    found["metadata"]["labels"]["role"] = "gpu"  # what the pod selects
+    found["spec"] = {"taints": [{"key": key, "value": value, "effect": "NoSchedule"}]}
+    return found
+
+
 def event(name: str, reason: str, message: str, seconds: float = 30, kind: str = "Pod") -> dict[str, Any]:
     return {"involvedObject": {"name": name, "kind": kind}, "reason": reason, "message": message, "type": "Warning", "lastTimestamp": ago(seconds)}
 
@@ -134,7 +141,23 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a taint": (
         {"pods": worker(unschedulable="0/1 nodes are available: 1 node(s) had untolerated taint {team: other}." + PREEMPTION)},
         "taint",
-        "carry the taint team=other",
+        "they carry the taint team=other",
+    ),
+    "a taint that the scheduler of 1.34 does not name": (
+        {
+            "pods": worker(unschedulable="0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 1 node(s) had untolerated taint(s)."),
+            "nodes": [node("other"), tainted("n2", "team", "other")],
+        },
+        "taint",
+        "node n2 carries the taint team=other",
+    ),
+    "a node that is not ready yet": (
+        {
+            "pods": worker(unschedulable="0/1 nodes are available: 1 node(s) had untolerated taint(s)."),
+            "nodes": [tainted("n2", "node.kubernetes.io/not-ready", "")],
+        },
+        "node-not-ready",
+        "waits for node n2, which is not-ready",
     ),
     "no such node": (
         {"pods": worker(unschedulable="0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector.")},
@@ -226,6 +249,12 @@ def test_what_will_never_come_is_told_before_what_only_takes_time() -> None:
     starting = pod("head", "head", ready=False)
     found = why.explain(facts(pods=[starting, pod("w1", ready=False, unschedulable="0/1 nodes are available: 1 Insufficient cpu.", cpu="500")]))
     assert found.cause == "unsatisfiable"
+
+
+def test_an_init_container_that_did_its_work_is_no_crash() -> None:
+    starting = pod("w1", ready=False)
+    starting["status"]["initContainerStatuses"] = [{"name": "wait-gcs-ready", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}]
+    assert why.explain(facts(pods=[pod("head", "head"), starting])).cause == "starting"
 
 
 def test_the_operator_comes_before_the_pods_that_it_does_not_make() -> None:
