@@ -23,6 +23,7 @@ MANIFESTS = (
 )
 TIMEOUT_SECONDS = 10
 LARGEST_MANIFEST = 8 * 2**20
+CLOSED = "{} may not be read without signing in; use an image that may be pulled freely, or one in this account's ECR"
 PRIVATE_ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
 
 
@@ -94,9 +95,7 @@ def _of_registry(reference: Reference) -> str:
     except urllib.error.HTTPError as error:
         raise _refused(reference, error) from error
     except (KeyError, ValueError) as error:
-        raise Refused(
-            f"{reference.registry} wants a sign-in for {reference.repository} that is not given here; use an image that may be pulled freely"
-        ) from error
+        raise Refused(CLOSED.format(f"{reference.registry}/{reference.repository}")) from error
 
 
 def _asked(url: str, headers: Mapping[str, str]) -> str:
@@ -133,7 +132,7 @@ def _refused(reference: Reference, error: urllib.error.HTTPError) -> Refused:
     if error.code == 404:
         return Refused(f"{name} has no {reference.wanted}; correct ray.image (or pins.imageDigest), or push the image")
     if error.code in (401, 403):
-        return Refused(f"{name} may not be read without signing in; use an image that may be pulled freely, or one in this account's ECR")
+        return Refused(CLOSED.format(name))
     if error.code == 429:
         return Refused(f"{reference.registry} refuses for too many requests; public ECR allows about one a second from an address. Try again in a minute")
     return Refused(f"{name}: the registry answered {error.code} {error.reason}")

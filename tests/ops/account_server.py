@@ -178,11 +178,8 @@ class Account:
         if zone in self.capacity:
             return ec2_error(self.capacity[zone], "We currently do not have sufficient capacity", 500 if "Insufficient" in self.capacity[zone] else 400)
         id = f"cr-{uuid.uuid4().hex[:17]}"
-        tags = {
-            call.parameters[f"TagSpecification.1.Tag.{i}.Key"]: call.parameters[f"TagSpecification.1.Tag.{i}.Value"]
-            for i in range(1, 20)
-            if f"TagSpecification.1.Tag.{i}.Key" in call.parameters
-        }
+        keys = {key: value for key, value in call.parameters.items() if key.startswith("TagSpecification") and key.endswith(".Key")}
+        tags = {value: call.parameters[key.removesuffix("Key") + "Value"] for key, value in keys.items()}
         self.reservations[id] = {
             "capacityReservationId": id,
             "instanceType": call.parameters["InstanceType"],

@@ -93,8 +93,8 @@ def wreck(account):
     trust = json.dumps({"Version": "2012-10-17", "Statement": []})
     made["IAM role"] = f"{NAME}-node-1a2b3c4"
     iam.create_role(RoleName=made["IAM role"], AssumeRolePolicyDocument=trust, Tags=tags())
-    iam.put_role_policy(RoleName=made["IAM role"], PolicyName="p", PolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": []}))
     document = json.dumps({"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:GetObject", "Resource": "*"}]})
+    iam.put_role_policy(RoleName=made["IAM role"], PolicyName="p", PolicyDocument=document)
     made["IAM policy"] = iam.create_policy(PolicyName=f"{NAME}-x-1a2b3c4", PolicyDocument=document, Tags=tags())["Policy"]["Arn"]
     iam.attach_role_policy(RoleName=made["IAM role"], PolicyArn=made["IAM policy"])
     made["log group"] = f"/aws/eks/{NAME}/cluster"
