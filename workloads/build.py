@@ -14,7 +14,7 @@ import config
 from workloads import diagnosis, job, manifests, watch
 from workloads.autoscaler import Autoscaler, AutoscalerArgs
 from workloads.device_plugins import DevicePlugins, DevicePluginsArgs
-from workloads.kuberay import Operator, OperatorArgs, pod_labels
+from workloads.kuberay import Operator, OperatorArgs, crd_update, pod_labels
 from workloads.provider import ClusterAccess, ClusterAccessArgs
 from workloads.ray_cluster import RayCluster, RayClusterArgs
 from workloads.storage import RunStorage, run_storage
@@ -114,6 +114,7 @@ def build(stack: config.Stack, name: str, nodes: Nodes | None, secrets: Mapping[
             secrets=secrets,
             devices=diagnosis.Devices(nodes=workers.least, gpus=workers.gpus, efa=workers.efa) if on_eks else None,
             watched=watch.Watched(kubeconfig=nodes.kubeconfig if nodes else None, context=stack.cluster.context),
+            crd_update=crd_update(stack.ray.charts),
             after=[*after, operator.release],
         ),
         shared,

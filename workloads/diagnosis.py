@@ -245,6 +245,41 @@ def devices(nodes: Sequence[Mapping[str, Any]], daemons: Sequence[Mapping[str, A
     return Moment(ready, f"{complete} of {max(want.nodes, len(ours))} GPU nodes show {each}", tuple(causes))
 
 
+def unknown_fields(schema: Mapping[str, Any], value: Any, path: str = "spec") -> list[str]:
+    """Fields of ``value`` that the API server would drop without a word, for the CRD's openAPIV3Schema does not know them."""
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return []
+    if isinstance(value, Mapping):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties")
+        found: list[str] = []
+        for key, inner in value.items():
+            if key in known:
+                found += unknown_fields(known[key], inner, f"{path}.{key}")
+            elif not others:
+                found.append(f"{path}.{key}")
+        return found
+    if isinstance(value, list):
+        return [field for inner in value for field in unknown_fields(schema.get("items", {}), inner, f"{path}[]")]
+    return []
+
+
+def crd(found: Mapping[str, Any] | None, kind: str, spec: Mapping[str, Any], update: str) -> Moment:
+    """Whether the cluster's definition of a kind knows all that the document says. Helm makes CRDs where there are none, and never updates them.
+
+    found: the CustomResourceDefinition, None where there is none. update: the command that updates it.
+    """
+    if found is None:
+        return Moment(False, f"the cluster does not know {kind} yet", (Cause("no crd", f"the cluster has no {kind}; make it: {update}", NO_PODS),))
+    versions = [version for version in found.get("spec", {}).get("versions") or [] if version.get("name") == "v1"]
+    schema = versions[0].get("schema", {}).get("openAPIV3Schema", {}).get("properties", {}).get("spec", {}) if versions else {}
+    dropped = sorted(set(unknown_fields(schema, spec)))
+    if not dropped:
+        return Moment(True, f"{kind} is new enough")
+    shown = ", ".join(dropped[:3]) + (f" and {len(dropped) - 3} more" if len(dropped) > 3 else "")
+    text = f"{kind} in this cluster is older than the operator's chart and would drop {shown}; update it, for Helm never does: {update}"
+    return Moment(False, "", (Cause("old crd", text, 0),))
+
+
 def one_node(nodes: Sequence[Mapping[str, Any]]) -> Moment:
     """Whether there is one node that takes pods, so that a folder of it is the same for all of them."""
     open_ = [node for node in nodes if not node.get("spec", {}).get("unschedulable") and not _shut(node) and not going(node)]

@@ -24,6 +24,14 @@ def pod_labels(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": CHART, "app.kubernetes.io/instance": release_name(name)}
 
 
+def crd_update(overrides: Mapping[str, Any] | None) -> str:
+    """The command that brings the CRDs to the chart's version, which Helm never does."""
+    source = charts.source(CHART, overrides)
+    where = f" --repo {source.repository}" if source.repository else ""
+    version = f" --version {source.version}" if source.version else ""
+    return f"helm show crds {source.chart}{where}{version} | kubectl apply --server-side --force-conflicts -f -"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperatorArgs:
     stack: str

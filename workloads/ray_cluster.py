@@ -24,7 +24,7 @@ WAY_OUT = {
 class RayClusterArgs:
     """secrets: name -> value of config.SECRETS, None where not set. devices: what the GPU nodes must show first, None where there are none.
 
-    watched: how the program itself sees the cluster. after: the operator and the device plugins.
+    watched: how the program itself sees the cluster. crd_update: the command that updates the operator's CRDs. after: the operator and the device plugins.
     """
 
     cluster: manifests.Cluster
@@ -33,6 +33,7 @@ class RayClusterArgs:
     secrets: Mapping[str, pulumi.Output[str] | None]
     devices: diagnosis.Devices | None
     watched: watch.Watched
+    crd_update: str
     after: Sequence[pulumi.Resource]
 
 
@@ -99,14 +100,15 @@ class RayCluster(pulumi.ComponentResource):
         self.register_outputs({})
 
     @staticmethod
-    def _first(name: str, args: RayClusterArgs) -> ResourceHookBinding | None:
+    def _first(name: str, args: RayClusterArgs) -> ResourceHookBinding:
         """What must hold before the first pod; asked again before each change."""
-        looks: list[pulumi.ResourceHook] = []
+        spec = manifests.ray_cluster(args.cluster)
+        looks = [watch.crd_hook(f"{name}-crd", args.watched, "rayclusters.ray.io", spec, args.crd_update)]
         if args.devices is not None:
             looks.append(watch.devices_hook(f"{name}-devices", args.watched, args.devices))
         if args.cluster.storage.one_node:
             looks.append(watch.one_node_hook(f"{name}-one-node", args.watched))
-        return ResourceHookBinding(before_create=list(looks), before_update=list(looks)) if looks else None
+        return ResourceHookBinding(before_create=list(looks), before_update=list(looks))
 
     @staticmethod
     def _secrets(args: RayClusterArgs) -> dict[str, dict[str, pulumi.Output[str]]]:

@@ -143,6 +143,20 @@ def devices_hook(name: str, where: Watched, want: diagnosis.Devices) -> pulumi.R
     return pulumi.ResourceHook(name, check)
 
 
+def crd_hook(name: str, where: Watched, kind: str, spec: Mapping[str, Any], update: str) -> pulumi.ResourceHook:
+    """Runs before an object whose fields an old CRD would drop without a word, among them the one that asks for a token."""
+
+    async def check(_args: pulumi.ResourceHookArgs) -> None:
+        cluster = await where.cluster()
+
+        def look() -> diagnosis.Moment:
+            return diagnosis.crd(cluster.get(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{kind}"), kind, spec, update)
+
+        await settle(lambda: asyncio.to_thread(look), UNREACHABLE * 2, _say("operator"))
+
+    return pulumi.ResourceHook(name, check)
+
+
 def one_node_hook(name: str, where: Watched) -> pulumi.ResourceHook:
     """Runs before a Ray cluster whose pods share a folder of their node."""
 

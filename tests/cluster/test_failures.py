@@ -25,16 +25,16 @@ def test_a_pod_that_finds_no_place_ends_up_with_the_reason_and_the_way_out(stack
     stack.settings["ray"]["workerMemory"] = "9000Gi"
     stack.train(steps=20, run=False)
     said = stack.stuck()
-    assert "finds no node (it asks for cpu 350m, memory 9000Gi): 0/" in said
-    assert "Insufficient memory" in said
-    assert "Ask for less (ray.headCpu" in said
+    assert "finds no node (it asks for cpu 350m, memory 9000Gi): 0/" in said, said
+    assert "Insufficient memory" in said, said
+    assert "Ask for less (ray.headCpu" in said, said
 
 
 def test_an_image_that_is_not_there_ends_up_with_its_name(stack: Stack) -> None:
     stack.settings["ray"] |= {"workerMemory": "3Gi", "image": "registry.invalid/no/such-image:1"}
     stack.write()
     said = stack.stuck()
-    assert "Check the name and that the nodes may pull it (ray.image): registry.invalid/no/such-image:1" in said
+    assert "Check the name and that the nodes may pull it (ray.image): registry.invalid/no/such-image:1" in said, said
 
 
 def test_an_up_that_is_interrupted_or_killed_goes_on_when_it_is_repeated(stack: Stack) -> None:

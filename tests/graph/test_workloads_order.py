@@ -139,11 +139,13 @@ def test_what_is_waited_for_changes_with_the_cluster_and_with_nothing_else():
 
 def test_on_eks_the_devices_are_looked_at_before_the_cluster_is_made_or_changed():
     cluster = on_eks().one(CLUSTER)
-    assert hooks(cluster, "before_create") == hooks(cluster, "before_update") == ["ray-train-efa-dev-ray-devices"]
+    assert hooks(cluster, "before_create") == hooks(cluster, "before_update") == ["ray-train-efa-dev-ray-crd", "ray-train-efa-dev-ray-devices"]
     folder = existing().one(CLUSTER)
-    assert hooks(folder, "before_create") == hooks(folder, "before_update") == ["ray-train-efa-dev-ray-one-node"], "CPU workers have no devices"
+    assert hooks(folder, "before_create") == hooks(folder, "before_update") == ["ray-train-efa-dev-ray-crd", "ray-train-efa-dev-ray-one-node"], (
+        "CPU workers have no devices"
+    )
     claim = built({"cluster": EXISTING["cluster"], "storage": {"claimGiB": 10}})
-    assert hooks(claim.one(CLUSTER), "before_create") == []
+    assert hooks(claim.one(CLUSTER), "before_create") == ["ray-train-efa-dev-ray-crd"]
     kinds = ("before_delete", "after_delete")
     assert not [node.name for node in on_eks().nodes.values() for kind in kinds if hooks(node, kind)], "destroy does not run the program"
 

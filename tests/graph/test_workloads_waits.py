@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 import config
-from workloads import diagnosis, manifests, watch
+from workloads import diagnosis, job, manifests, storage, watch
 from workloads.diagnosis import Cause, Devices, Moment, RayPods
 
 WANT = RayPods(made_from="new", workers=2, autoscaled=False, way_out="Ask for less")
@@ -256,6 +259,74 @@ def test_fr16_devices_that_do_not_show_are_told_with_their_likely_cause(case):
 
 def test_nodes_without_efa_are_not_asked_for_it():
     assert shown([node(efa=None)], Devices(nodes=1, gpus=4, efa=0)).ready
+
+
+# The operator's definitions
+
+CRDS = Path(os.environ.get("LAB_HOME", "/var/tmp/lab")) / "charts" / "kuberay-operator" / "crds"
+SOME = manifests.Cluster(
+    name="demo",
+    image="repo/image:1",
+    head_cpu=2,
+    head_memory="8Gi",
+    workers=manifests.whole_node(48, 181.4, 4, 1, (0, 2)),
+    environment={},
+    storage=storage.RunStorage(uri="", volume={"hostPath": {"path": "/x", "type": "DirectoryOrCreate"}}, one_node=True, keys=True),
+    on_eks=True,
+    hub_token=True,
+    huge_pages_mib=512,
+    lock_memory=True,
+)
+SOME_JOB = job.Job(cluster="demo", pods="x", image="i:1", ranks=1, settings={}, code={"a.py": ""}, environment={}, pip=("x",), deadline=60, on_eks=True)
+DOCUMENTS = {"rayclusters": manifests.ray_cluster(SOME), "rayjobs": job.ray_job(SOME_JOB)}
+
+
+@pytest.mark.skipif(not CRDS.is_dir(), reason=f"the operator's CRDs are not in {CRDS}")
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_the_operators_definitions_know_every_field_of_ours(kind):
+    found = yaml.safe_load((CRDS / f"ray.io_{kind}.yaml").read_text())
+    assert diagnosis.crd(found, kind, DOCUMENTS[kind], "").ready, diagnosis.crd(found, kind, DOCUMENTS[kind], "").causes
+    (version,) = [v for v in found["spec"]["versions"] if v["name"] == "v1"]
+    of_spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    assert wrong_types(of_spec, DOCUMENTS[kind]) == []
+    del of_spec["properties"]["submissionMode" if kind == "rayjobs" else "authOptions"]
+    assert not diagnosis.crd(found, kind, DOCUMENTS[kind], "").ready, "a CRD from before the field"
+
+
+def wrong_types(schema, value, path="spec"):
+    """Where a document has another type, or lacks what the schema requires."""
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
+    if schema.get("x-kubernetes-int-or-string"):
+        return [] if isinstance(value, (int, str)) else [path]
+    if "type" not in schema:
+        return []
+    if not isinstance(value, kinds[schema["type"]]):
+        return [path]
+    found = [f"{path}.{key} is missing" for key in schema.get("required", []) if key not in value]
+    if "enum" in schema and value not in schema["enum"]:
+        found.append(f"{path} = {value}")
+    if isinstance(value, dict):
+        inner = {**dict.fromkeys(value, schema.get("additionalProperties", {})), **schema.get("properties", {})}
+        return found + [wrong for key in value for wrong in wrong_types(inner[key], value[key], f"{path}.{key}")]
+    return found + ([wrong for each in value for wrong in wrong_types(schema.get("items", {}), each, f"{path}[]")] if isinstance(value, list) else [])
+
+
+def definition(**properties):
+    return {"spec": {"versions": [{"name": "v1", "schema": {"openAPIV3Schema": {"properties": {"spec": {"properties": properties}}}}}]}}
+
+
+def test_fr22_an_old_definition_is_refused_with_what_it_would_drop_and_the_command_that_updates_it():
+    spec = {"rayVersion": "2.58.0", "authOptions": {"mode": "token"}, "workerGroupSpecs": [{"groupName": "a", "idle": 1}]}
+    old = definition(rayVersion={"type": "string"}, workerGroupSpecs={"type": "array", "items": {"properties": {"groupName": {}}}})
+    found = cause(diagnosis.crd(old, "rayclusters.ray.io", spec, "helm show crds x | kubectl apply"))
+    assert "would drop spec.authOptions, spec.workerGroupSpecs[].idle; update it" in found.text
+    assert found.text.endswith("helm show crds x | kubectl apply")
+    assert "has no rayclusters.ray.io" in cause(diagnosis.crd(None, "rayclusters.ray.io", spec, "")).text
+
+
+def test_fields_of_a_free_form_are_no_unknown_ones():
+    free = {"properties": {"params": {"additionalProperties": {"type": "string"}}, "any": {"x-kubernetes-preserve-unknown-fields": True}}}
+    assert diagnosis.unknown_fields(free, {"params": {"num-gpus": "0"}, "any": {"a": {"b": 1}}}) == []
 
 
 # A folder of a node
