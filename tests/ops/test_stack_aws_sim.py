@@ -114,11 +114,11 @@ def test_two_operations_on_one_stack_do_not_run_at_once(ops: Ops, account: Any, 
 
 def test_a_wrong_stack_file_is_every_problem_and_exit_2(ops: Ops, account: Any) -> None:
     before = ops.account.stack_file.read_text()
-    ops.account.configure({"gpu": {"nodes": 0, "diskGiB": 1}})
+    ops.account.configure({"gpu": {"nodes": 0}, "system": {"diskGiB": 1}})
     try:
         said = ops("up", "dev", code=2).stderr
         assert "gpu.nodes" in said
-        assert "diskGiB" in said
+        assert "system.diskGiB" in said
     finally:
         ops.account.stack_file.write_text(before)
 
