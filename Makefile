@@ -23,18 +23,18 @@ test-training: .venv/test-ready
 
 # The Pulumi program: types, and what it would create.
 test-program: .venv-pulumi/test-ready
-	$(P) -m mypy config.py versions.py prices.py fit.py naming.py infra workloads ops __main__.py
-	$(P) -m pytest tests/graph tests/ops
+	$(P) -m mypy config.py versions.py prices.py fit.py naming.py infra workloads ops examples __main__.py
+	$(P) -m pytest tests/graph tests/ops -m "not aws_sim and not cluster"
 
 # The real Pulumi engine against a simulated AWS. LAB: the folder with the simulator, which builds the engine and an API server on first use.
 LAB ?= ../shared/lab
 test-aws-sim: .venv-pulumi/test-ready
 	$(LAB)/build pulumi pulumi-resource-kubernetes etcd kube
-	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/aws_sim
+	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/aws_sim tests/ops -m aws_sim
 
 # The real engine on a real Kubernetes: make test-cluster KUBECONFIG=... CLUSTER_IMAGE=... (tests/cluster/real.py says what else may be named).
 test-cluster: .venv-pulumi/test-ready
-	$(P) -m pytest tests/cluster
+	$(P) -m pytest tests/cluster tests/ops -m cluster
 
 # Both at once, on one machine: the program for AWS from VPC to a finished job. What test-cluster is told, and LAB.
 test-chain: .venv-pulumi/test-ready .venv/test-ready
