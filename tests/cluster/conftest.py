@@ -19,10 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack of the module's own, with data to train on unless the module says TRAINS = False."""
     made = Stack(tmp_path_factory.mktemp("program"))
     try:
-        made.prepare_data()
+        if getattr(request.module, "TRAINS", True):
+            made.prepare_data()
         yield made
     finally:
         made.clean_up()

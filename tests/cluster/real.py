@@ -59,6 +59,7 @@ class Stack:
     name: str = dataclasses.field(default_factory=lambda: f"test-{uuid.uuid4().hex[:6]}")
 
     def __post_init__(self) -> None:
+        self.prepared = False
         self.project = self.home / "project"
         self.project.mkdir()
         (self.home / "state").mkdir()
@@ -247,6 +248,7 @@ class Stack:
             self.kubectl("-n", "default", "delete", "pod,configmap", name, "--ignore-not-found", "--wait=false")
 
     def prepare_data(self) -> None:
+        self.prepared = True
         files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "training").rglob("*.py"))}
         said = {"sources": ["training"], "output": "/storage/data", "tokenizer": "train:400", "sequenceLength": 64, "evalFraction": 0.1}
         files["prepare.json"] = json.dumps(said)
@@ -259,4 +261,5 @@ class Stack:
 
     def clean_up(self) -> None:
         self.destroy()
-        self.on_node(f"{self.name}-clean", "rm -rf /storage/data /storage/runs")
+        if self.prepared:
+            self.on_node(f"{self.name}-clean", "rm -rf /storage/data /storage/runs")
