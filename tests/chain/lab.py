@@ -126,7 +126,7 @@ class Hardware(threading.Thread):
         super().__init__(daemon=True)
         self.account, self.store, self.simulation = account, store, simulation
         self.before = {node["metadata"]["name"]: node for node in get("nodes")}
-        self.joined: dict[str, dict[str, Any]] = {}  # node -> its group
+        self.joined: dict[str, dict[str, int]] = {}  # node -> the devices that it has
         self.started: set[tuple[str, str]] = set()  # (node, plugin)
         self.buckets: set[str] = set()
         self.error: BaseException | None = None
@@ -169,17 +169,17 @@ class Hardware(threading.Thread):
             return
         assert nodes.size(group) == len(wanted), f"{group['nodeGroupName']} wants {nodes.size(group)} nodes, and there are {len(wanted)} for it"
         look = {"metadata": {"labels": nodes.labels(group)}, "spec": {"taints": nodes.taints(group)}}
+        having = nodes.devices(self.account, group, self.simulation)
         for name in wanted:
             kubectl("patch", "node", name, "--type=merge", "-p", json.dumps(look))
-            self.joined[name] = group
+            self.joined[name] = having
 
     def _start_plugins(self) -> None:
-        having = {name: nodes.devices(self.account, group, self.simulation) for name, group in self.joined.items() if group.get("taints")}
-        waiting = {(name, plugin) for name in having for plugin in PLUGINS} - self.started
+        waiting = {(name, plugin) for name, having in self.joined.items() for plugin, device in PLUGINS.items() if device in having} - self.started
         running = get("pods", "-n", "kube-system", "--field-selector", "status.phase=Running") if waiting else []
         for name, plugin in waiting:
             if any(pod["spec"]["nodeName"] == name and pod["metadata"]["name"].startswith(plugin) for pod in running):
-                self._devices(name, {PLUGINS[plugin]: str(having[name][PLUGINS[plugin]])})
+                self._devices(name, {PLUGINS[plugin]: str(self.joined[name][PLUGINS[plugin]])})
                 self.started.add((name, plugin))
 
     @staticmethod
