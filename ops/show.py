@@ -32,8 +32,8 @@ KINDS = {
 }
 
 
-def progress_table(progress: Progress, at: float) -> RenderableType:
-    """What is being made: part, state, how far, how long it takes and usually takes."""
+def progress_table(progress: Progress, at: float, over: bool = False) -> RenderableType:
+    """What is being made: part, state, how far, how long it takes and usually takes; while it is, what the program says beneath."""
     words = KINDS[progress.kind]
     made = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
     for column, right in (("", False), ("", False), ("", True), ("elapsed", True), ("usual", False), ("now", False)):
@@ -44,6 +44,8 @@ def progress_table(progress: Progress, at: float) -> RenderableType:
         usual = row.usual if row.state != phases.SAME else ""
         now = ", ".join(row.now) if working else ""
         made.add_row(row.title, Text(words[row.state], style=STYLES[row.state]), f"{row.done}/{row.known}", elapsed, usual, harmless(now))
+    if over:
+        return made
     total = Text(f"{words[phases.WORKING]} for {duration(at - progress.began)}", style="dim")
     notes = [Text(harmless(progress.detail), style="dim")] if progress.detail else []
     notes += [Text(progress.note, style="bold yellow")] if progress.note else []
@@ -103,7 +105,7 @@ class Watch:
             self._live.stop()
             self._live = None
             if progress is not None:
-                self.output.out.print(progress_table(progress, time.monotonic()))
+                self.output.out.print(progress_table(progress, time.monotonic(), over=True))
         elif progress is not None and progress.kind != "refresh" and not self.output.as_json:
             self._lines(progress, time.monotonic(), over=True)
 
