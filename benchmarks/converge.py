@@ -53,7 +53,7 @@ def branch(storage: Path, run: str, copy: str) -> None:
 def difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:
     """The largest relative difference of the losses of the steps that both have."""
     other = {line["step"]: line["loss"] for line in b if "loss" in line}
-    pairs = [(line["loss"], other[line["step"]]) for line in a if "loss" in line and line["step"] in other]
+    pairs: list[tuple[float, float]] = [(line["loss"], other[line["step"]]) for line in a if "loss" in line and line["step"] in other]
     return max(abs(x - y) / abs(y) for x, y in pairs)
 
 
@@ -93,14 +93,15 @@ def main() -> int:
         for name, lines in (("bf16", bf16), ("fp8", fp8))
     }
     result = {
-        "model": args.model, "tokensPerStep": args.rows * length, "plainAgainstFast": {"steps": args.same, "largestRelativeDifference": difference(base, plain)},
+        "model": args.model, "tokensPerStep": args.rows * length,
+        "plainAgainstFast": {"steps": args.same, "largestRelativeDifference": difference(base, plain)},
         "evalLoss": evaluations,
         "fp8AgainstBf16": {str(s): evaluations["fp8"][s] / v - 1 for s, v in evaluations["bf16"].items()},
         "losses": {"plain": _losses(plain), "bf16": _losses(bf16), "fp8": _losses(fp8)},
         "said": said,
     }  # fmt: skip
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    args.output.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     sys.stdout.write(json.dumps({k: v for k, v in result.items() if k != "losses"}, indent=1) + "\n")
     return 0
 

@@ -302,7 +302,7 @@ def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mi
         weights += reduce_bytes * total // shards
     kept = _saved_bytes(shape, m.blocks, choice.activation_checkpointing, m.compute_bytes)
     redone = _saved_bytes(shape, m.blocks, "none", m.compute_bytes) - kept  # of the one block that is being recomputed
-    activations = tokens * (shape.layers * kept + redone)
+    activations: float = tokens * (shape.layers * kept + redone)
     # Gradients of what is in flight in one block: the activation's, and in fp8 both layouts of those of gate and up.
     activations += tokens * shape.intermediate * {"fast": m.compute_bytes, "fp8": m.compute_bytes + 4, "compiled": 0}[m.blocks]
     # In a single micro-step a block's gradient takes the place of its activations; later micro-steps find it there.
