@@ -82,7 +82,9 @@ def all_reduce_perf(mpirun: str, perf: str, where: list[dict[str, Any]], environ
     for name in sorted({"LD_LIBRARY_PATH", "PATH", *environment}):
         command += ["-x", name]
     command += [perf, "-b", "8", "-e", most, "-f", "2", "-g", "1", "-n", "20", "-w", "5"]
-    code, text = ray.get(on(where[0], shell).remote(command, environment))
+    # The remote shell, which mpirun starts, must find this cluster again.
+    here = {"RAY_ADDRESS": str(ray.get_runtime_context().gcs_address)}
+    code, text = ray.get(on(where[0], shell).remote(command, {**environment, **here}))
     rows = parsed(text)
     if code or not rows:
         raise RuntimeError(f"{shlex.join(command)} ended with {code}: {text[-2000:]}")
