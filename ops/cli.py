@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +39,7 @@ StackArgument = Annotated[str, typer.Argument(metavar="STACK", help="Name of the
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of text.")]
 
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+GOES_ON = "no longer following; the job goes on (`python -m ops cancel STACK` stops it)"
 JOB_CODES = (errors.EXIT_TRAINING_FAILED, errors.EXIT_TRANSPORT_NOT_PROVEN)
 
 
@@ -100,7 +102,7 @@ def _agree(stack: Stack, output: Output) -> None:
     running = stack.status()
     about = f"job {running.job.name} is {running.job.state} and will be stopped. " if running.job and not running.job.over else ""
     if not typer.confirm(f"{about}Remove everything of stack {stack.name}?"):
-        raise typer.Abort
+        raise errors.Interrupted("nothing was removed")
 
 
 @app.command(short_help="Start the training job.", epilog=errors.help_text(errors.EXIT_BUSY, *JOB_CODES))
@@ -134,7 +136,9 @@ def train(
         output.result(job)
         return
     output.line(f"job {job.name} ({job.submission_id})")
-    _end(found.logs(output.raw, follow_on=True, note=lambda text: output.progress.print(f"[{text}]", style="dim")), output, stack)
+    with _interrupted(GOES_ON):
+        ended = found.logs(output.raw, follow_on=True, note=lambda text: output.progress.print(f"[{text}]", style="dim"))
+    _end(ended, output, stack)
 
 
 @app.command(short_help="Show the job's log; -f follows it to the job's end.", epilog=errors.help_text(*JOB_CODES))
@@ -153,7 +157,8 @@ def logs(
 
     output = Output(as_json)
     text: list[str] = []
-    job = Stack(stack).logs(text.append if as_json else output.raw, follow_on=follow, note=lambda said: output.progress.print(f"[{said}]", style="dim"))
+    with _interrupted(GOES_ON):
+        job = Stack(stack).logs(text.append if as_json else output.raw, follow_on=follow, note=lambda said: output.progress.print(f"[{said}]", style="dim"))
     if follow and not as_json:
         _end(job, output, stack)
         return
@@ -162,6 +167,15 @@ def logs(
     output.result({"job": job, "log": "".join(text)})
     if follow and job.code:
         raise typer.Exit(job.code)
+
+
+@contextlib.contextmanager
+def _interrupted(what: str) -> Iterator[None]:
+    """Ctrl-C as a sentence that says what stands now."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise errors.Interrupted(what) from error
 
 
 def _end(job: Job, output: Output, stack: str) -> None:
@@ -277,7 +291,8 @@ def prove(
     from ops.stack import Stack
 
     output = Output(as_json)
-    found = Stack(stack).prove(rounds=rounds, steps=steps, curve=curve, note=lambda text: output.progress.print(text, style="dim"))
+    with _interrupted("the proof was stopped, and its job with it; nothing is proven"):
+        found = Stack(stack).prove(rounds=rounds, steps=steps, curve=curve, note=lambda text: output.progress.print(text, style="dim"))
     show.write(picture, proving.as_page(found))
     show.proved(output, found)
     output.line(f"page: {picture}")
