@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +26,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+class Accounts:
+    """Makes accounts, one after the other. At most one has a Kubernetes: that of the account before is stopped."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.folders, self._kubernetes = folders, contextlib.ExitStack()
+
+    def stop_kubernetes(self) -> None:
+        self._kubernetes.close()
+
+    def __call__(self, settings: dict[str, Any] | None = None, workloads: bool = True) -> Account:
+        """Of Pulumi.dev.yaml as it is, or of a stack file with these settings alone; with an empty Kubernetes and a training job, unless told otherwise."""
+        self.stop_kubernetes()
+        folder = self.folders.mktemp("account")
+        kubeconfig = self._kubernetes.enter_context(running(folder / "kubernetes")) if workloads else None
+        account = Account(folder / "home", kubeconfig=kubeconfig)
+        if kubeconfig:
+            inhabitants = Inhabitants(Kubernetes(kubeconfig), account)
+            inhabitants.start()
+            self._kubernetes.callback(inhabitants.stop)
+        if settings is not None:
+            account.write(settings)
+        if workloads:
+            account.configure({"ray": {"charts": charts(folder / "charts", list(versions.CHARTS))}, "training": TRAINING})
+        account.init()
+        return account
+
+
 @pytest.fixture(scope="session")
-def new_account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Account]]:
-    with contextlib.ExitStack() as before:
-
-        def make(settings: dict[str, Any] | None = None, workloads: bool = True) -> Account:
-            """Of Pulumi.dev.yaml as it is, or of a stack file with these settings alone; with an empty Kubernetes and a training job, unless told otherwise.
-
-            The Kubernetes of the account before is stopped.
-            """
-            before.close()
-            folder = tmp_path_factory.mktemp("account")
-            kubeconfig = before.enter_context(running(folder / "kubernetes")) if workloads else None
-            account = Account(folder / "home", kubeconfig=kubeconfig)
-            if kubeconfig:
-                inhabitants = Inhabitants(Kubernetes(kubeconfig), account)
-                inhabitants.start()
-                before.callback(inhabitants.stop)
-            if settings is not None:
-                account.write(settings)
-            if workloads:
-                account.configure({"ray": {"charts": charts(folder / "charts", list(versions.CHARTS))}, "training": TRAINING})
-            account.init()
-            return account
-
-        yield make
+def new_account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accounts]:
+    accounts = Accounts(tmp_path_factory)
+    try:
+        yield accounts
+    finally:
+        accounts.stop_kubernetes()

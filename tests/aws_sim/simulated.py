@@ -91,6 +91,14 @@ class Account:
         assert code is None or done.returncode == code, f"pulumi {' '.join(arguments)} ended with {done.returncode}:\n{text[-6000:]}"
         return text
 
+    def shell(self, commands: str) -> str:
+        """What shell commands say that a person would type in the project's folder, with this stack selected."""
+        command = [str(LAB / "aws_sim" / "run"), "bash", "-euo", "pipefail", "-c", commands]
+        environment = {**self.environment(None), "PULUMI_STACK": self.stack}
+        done = subprocess.run(command, cwd=self.project, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, f"{commands} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
+        return done.stdout
+
     def up(self, **how: Any) -> str:
         return self.pulumi("up", "--yes", "--skip-preview", **how)
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.aws_sim.api_server import Kubernetes
-from tests.aws_sim.simulated import LAB, Account
+from tests.aws_sim.simulated import LAB, ROOT, Account
 
 pytestmark = pytest.mark.aws_sim
 
@@ -315,6 +315,19 @@ def test_another_zone_moves_the_nodes_and_keeps_the_control_plane(new_account: C
     subnets = {left["name"]: left for left in listed(account, "aws:ec2/subnet:Subnet")}
     assert len(subnets) == 4
     account.destroy()
+    report = account.report()
+    assert (report["leftovers"], report["findings"]) == ([], [])
+
+
+def test_a_destroy_whose_kubernetes_is_gone_goes_on_as_the_docs_say(new_account: Any) -> None:
+    account = new_account({"storage": {"onDestroy": "delete"}})
+    account.up()
+    new_account.stop_kubernetes()
+    assert "cluster is unreachable" in account.destroy(code=1)
+    block = re.search(r"\*The cluster is gone.*?```sh\n(.*?)```", (ROOT / "docs" / "aws.md").read_text(), re.S)
+    assert block
+    said = account.shell(block[1].replace("pulumi destroy", "pulumi destroy --yes --skip-preview"))
+    assert "resources in the stack have been deleted" in said, said
     report = account.report()
     assert (report["leftovers"], report["findings"]) == ([], [])
 
