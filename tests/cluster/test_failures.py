@@ -41,6 +41,8 @@ def test_an_up_that_is_interrupted_or_killed_goes_on_when_it_is_repeated(stack: 
     stack.settings["ray"]["image"] = IMAGE
     stack.write()
     stack.interrupted(signal.SIGINT, at="Ray cluster: ")
+    stack.settings["ray"]["workerMemory"] = "2900Mi"  # new pods, in case the first ones were ready before it stopped
+    stack.write()
     stack.interrupted(signal.SIGKILL, at="Ray cluster: ")
     stack.pulumi("cancel", "--yes")  # the dead one's lock
     stack.up()

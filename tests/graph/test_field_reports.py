@@ -159,7 +159,7 @@ def test_fr45_another_type_changes_everything_that_follows_from_it_and_nothing_e
     assert sum(i["interfaceType"] != "interface" for i in other.one(TEMPLATE, "gpu").inputs["networkInterfaces"]) == INSTANCES["p5.48xlarge"][4]
     assert other.outputs["costPerHour"]["usd"] > 110
     changed = {n.name for urn, n in other.nodes.items() if one.nodes[urn].inputs != n.inputs}
-    workloads = {"ray-train-efa-dev-ray-cluster", "ray-train-efa-dev-plugins-efa"}
+    workloads = {"ray-train-efa-dev-ray-cluster", "ray-train-efa-dev-ray-ready", "ray-train-efa-dev-plugins-efa"}
     assert changed == {"ray-train-efa-dev-gpu", *workloads}, "template and group of the GPU nodes, and what fills them"
     assert set(one.nodes) == set(other.nodes), "the same resources"
 
@@ -175,7 +175,8 @@ def test_fr45_another_number_of_nodes_is_a_change_of_size_alone():
     one, other = built(budget), built({"gpu": {"nodes": 4}, **budget})
     changed = [urn for urn, n in other.nodes.items() if one.nodes[urn].inputs != n.inputs and n.type != recorder.SCHEDULE]
     assert one.one(recorder.SCHEDULE).inputs["target"] == other.one(recorder.SCHEDULE).inputs["target"], "only its time differs, which is kept"
-    assert changed == [other.one(GROUP, "gpu").urn, other.one("kubernetes:ray.io/v1:RayCluster").urn]
+    ready = other.one("kubernetes:core/v1:ConfigMap", "ray-ready")  # which is waited for anew
+    assert changed == [other.one(GROUP, "gpu").urn, other.one("kubernetes:ray.io/v1:RayCluster").urn, ready.urn]
     before, after = one.one(GROUP, "gpu").inputs, other.one(GROUP, "gpu").inputs
     assert {key for key in after if before[key] != after[key]} == {"scalingConfig"}
 
