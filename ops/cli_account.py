@@ -371,8 +371,9 @@ def show_leftovers(output: Output, found: left.Found) -> None:
     kept = len(found.items) - len(found.left)
     if found.left:
         unpriced = f", besides {len(found.unpriced)} whose price is not known" if found.unpriced else ""
-        cost = f"{usd(found.usd_month)} a month{unpriced} (prices of {found.prices_as_of})"
-        output.line(f"{len(found.left):,} things of {whose} are in account {found.account}, {where}: {cost}", style="bold")
+        cost = f"{usd(sum(item.usd_month or 0.0 for item in found.left))} a month{unpriced} (prices of {found.prices_as_of})"
+        things = "1 thing" if len(found.left) == 1 else f"{len(found.left):,} things"
+        output.line(f"{things} of {whose} {'is' if len(found.left) == 1 else 'are'} in account {found.account}, {where}: {cost}", style="bold")
     elif found.problems:
         output.line(f"nothing was found of {whose} in account {found.account}, {where}, but not everything could be asked", style="bold")
     else:

@@ -211,7 +211,7 @@ def test_a_refresh_that_is_denied_or_empty_changes_nothing(account, table):
     with pytest.raises(AwsError, match="ask for the right pricing:GetProducts"):
         cost.refresh("dev", file=table)
     account.answers["pricing", "GetProducts"] = lambda _: plain_json({"FormatVersion": "aws_v1", "PriceList": []})
-    with pytest.raises(Refused, match="no on-demand price of g6.12xlarge, m7i.xlarge in us-west-2; prices.json is unchanged"):
+    with pytest.raises(Refused, match=r"no on-demand price of g6\.12xlarge, m7i\.xlarge in us-west-2; prices\.json is unchanged"):
         cost.refresh("dev", file=table)
     assert table.read_text() == before
 

@@ -79,7 +79,7 @@ def test_encrypted_settings_need_no_passphrase(stack):
 
 def test_what_the_program_refuses_is_refused_in_its_own_words(stack):
     write_stack(stack, {"gpu": {"instanceType": "g6.4xlarge"}})
-    with pytest.raises(BadInput, match="has no EFA; types of this family that have it: g6.12xlarge"):
+    with pytest.raises(BadInput, match=r"has no EFA; types of this family that have it: g6\.12xlarge"):
         plan.plan("dev", offline=True)
     write_stack(stack, {"budget": {"maxHourlyUsd": 5}})
     with pytest.raises(BadInput, match=r"maxHourlyUsd = 5: this stack would cost \$9.65 an hour"):
