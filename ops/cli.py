@@ -90,7 +90,7 @@ def down(
         cli_account.show_spent(output, done.receipt)
     if done.leftovers is not None:
         cli_account.show_leftovers(output, done.leftovers)
-    output.result(done)
+    output.result({**plain(done), "usd": done.receipt.usd if done.receipt else None, "clean": done.clean})
     if not done.clean:
         raise typer.Exit(errors.EXIT_LEFT)
 

@@ -174,8 +174,11 @@ class Engine:
         return self._operation("preview", call, None)
 
     def refresh(self, listener: Listener | None = None) -> Done:
-        """Asks what is really there, and writes it into the state. Creations that never came are cleared."""
-        return self._operation("refresh", lambda stack, hooks: stack.refresh(**hooks), listener)
+        """Asks what is really there, and writes it into the state.
+
+        What a killed `up` was just making is cleared from it, for nobody can be asked here: if AWS made it all the same, leftovers finds it by its tags.
+        """
+        return self._operation("refresh", lambda stack, hooks: stack.refresh(clear_pending_creates=True, **hooks), listener)
 
     def destroy(self, listener: Listener | None = None) -> Done:
         """Removes everything of the stack; the stack file and its history stay."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ops import target
+from ops import Stack, target
 from ops.engine import Engine
 from tests.aws_sim import simulated
 from tests.aws_sim.conftest import new_account  # noqa: F401 - a fixture
@@ -103,11 +103,27 @@ def test_status_tells_uptime_money_and_auto_stop(ops: Ops, account: Any) -> None
         assert word in shown
 
 
-def test_two_operations_on_one_stack_do_not_run_at_once(ops: Ops, account: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def here(ops: Ops, account: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process in the place of the command: its cache, its engine's state. Returns the program's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(ops.account.home / "cache"))
     monkeypatch.setenv("PATH", f"{simulated.TOOLS}:{ops.environment()['PATH']}")
     monkeypatch.setenv("PULUMI_BACKEND_URL", f"file://{ops.account.home}/sim/backend")
-    with Engine(target.read("dev", ops.account.project)).lock("up"):
+    monkeypatch.setenv("PULUMI_CONFIG_PASSPHRASE", "simulated")
+    return ops.account.project
+
+
+def test_the_library_has_the_same_verbs_and_prints_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = Stack("dev", here).status()
+    assert (found.stack, found.state) == ("dev", "up")
+    assert found.stops_at is not None
+    assert found.up_since is not None
+    assert found.stops_at > found.up_since
+    assert capfd.readouterr() == ("", "")
+
+
+def test_two_operations_on_one_stack_do_not_run_at_once(ops: Ops, here: Path) -> None:
+    with Engine(target.read("dev", here)).lock("up"):
         done = ops("up", "dev", code=7)
     assert "`up` runs since" in done.stderr
 
