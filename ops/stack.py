@@ -23,6 +23,7 @@ from ops.aws import Aws, AwsError
 from ops.engine import Engine, EngineFailed, Listener
 from ops.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, Busy, Refused
 from ops.kube import Kube
+from ops.of_account import OfAccount
 from ops.ray_jobs import ENDED, PORT, NoSuchJob, RayJob, RayJobs
 from training.transport import evidence
 from training.transport.verdict import Expectation, judge
@@ -134,7 +135,7 @@ class Status:
     notes: tuple[str, ...] = ()
 
 
-class Stack:
+class Stack(OfAccount):
     """The stack ``name`` of the program in ``folder`` (this checkout's). Raises BadInput where its file is missing or wrong."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
