@@ -169,12 +169,14 @@ class Inhabitants(threading.Thread):
         meta = cluster["metadata"]
         pods = f"api/v1/namespaces/{meta['namespace']}/pods"
         wanted = {pod["metadata"]["name"]: pod for pod in ray_pods(cluster)}
-        there = {pod["metadata"]["name"] for pod in self.kubernetes.items(pods)}
-        for name in there - wanted.keys():
+        there = {pod["metadata"]["name"]: pod for pod in self.kubernetes.items(pods)}
+        for name in there.keys() - wanted.keys():
             self.kubernetes.call("DELETE", f"{pods}/{name}")
-        for name in wanted.keys() - there:
-            self.kubernetes.call("POST", pods, wanted[name])
-            self.kubernetes.call("PATCH", f"{pods}/{name}/status", {"status": {"phase": "Running", "conditions": READY}})
+        for name, pod in wanted.items():
+            if name not in there:
+                self.kubernetes.call("POST", pods, pod)
+            if name not in there or there[name]["status"]["phase"] != "Running":
+                self.kubernetes.call("PATCH", f"{pods}/{name}/status", {"status": {"phase": "Running", "conditions": READY}})
         status = {"state": "ready", "observedGeneration": meta["generation"]}
         if cluster.get("status") != status:
             path = f"apis/ray.io/v1/namespaces/{meta['namespace']}/rayclusters/{meta['name']}/status"
