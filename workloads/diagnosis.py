@@ -17,7 +17,7 @@ PLACED = 60.0  # the scheduler's answer, once no old pod is in the way
 NEW_NODE = 900.0  # a node that an autoscaler buys
 REGISTRY = 90.0  # a registry that does not answer
 THROTTLED = 900.0  # one that says: later
-NO_PODS = 60.0
+NO_PODS = RUNS_AGAIN = 60.0
 NODES, PLUGIN, DEVICES = 300.0, 60.0, 120.0
 
 IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable")
@@ -114,11 +114,9 @@ def _container_cause(pod: str, container: Mapping[str, Any]) -> Cause | None:
         if any(word in said for word in SLOW_DOWN):
             text = "the registry throttles; it goes on by itself, or use a mirror of your own (ray.image)"
             return Cause(f"{pod} image", f"{where}: {reason}: {message}. {text}", THROTTLED)
-        patience = AT_ONCE if reason in ("InvalidImageName", "ErrImageNeverPull") or any(word in said for word in NO_SUCH_IMAGE) else REGISTRY
-        # Until its first failure is explained, the back-off's own words are all there is.
-        patience = REGISTRY if reason == "ImagePullBackOff" and not any(word in said for word in NO_SUCH_IMAGE) else patience
+        final = reason in ("InvalidImageName", "ErrImageNeverPull") or any(word in said for word in NO_SUCH_IMAGE)
         text = f"Check the name and that the nodes may pull it (ray.image): {container.get('image')}"
-        return Cause(f"{pod} image", f"{where}: {reason}: {message}. {text}", patience)
+        return Cause(f"{pod} image", f"{where}: {reason}: {message}. {text}", AT_ONCE if final else REGISTRY)
     if reason in CONTAINER_REASONS:
         return Cause(f"{pod} {inner} {reason}", f"{where}: {reason}: {message}", AT_ONCE)
     ended = (state.get("terminated") or {}) if reason == "" else {}
@@ -128,7 +126,9 @@ def _container_cause(pod: str, container: Mapping[str, Any]) -> Cause | None:
         return Cause(f"{pod} {inner} memory", f"{where}: killed for lack of memory (OOMKilled); give it more (ray.{key})", AT_ONCE)
     if (reason == "CrashLoopBackOff" or int(container.get("restartCount") or 0) >= 2) and not container.get("ready") and ended:
         said = f"exit code {ended.get('exitCode', '?')}, {ended.get('reason', 'no reason given')} {ended.get('message') or ''}".strip()
-        return Cause(f"{pod} {inner} crash", f"{where}: ended again and again ({said})", AT_ONCE, log_of=(pod, inner))
+        # One that runs again just now may be on its way up after something else went.
+        patience = AT_ONCE if reason == "CrashLoopBackOff" else RUNS_AGAIN
+        return Cause(f"{pod} {inner} crash", f"{where}: ended again and again ({said})", patience, log_of=(pod, inner))
     return None
 
 

@@ -158,6 +158,11 @@ def test_a_crash_brings_its_last_words_along():
     assert cause(look([HEAD, WORKERS[0], STUCK["a crash"][0]])).log_of == ("b", "ray-worker")
 
 
+def test_a_container_that_runs_again_after_several_ends_has_time_to_come_up():
+    runs = {"restartCount": 3, "lastState": {"terminated": {"reason": "Error", "exitCode": 1}}}
+    assert cause(look([HEAD, WORKERS[0], pod("b", ready=False, container=runs)])).patience == 60
+
+
 def test_fr19_a_registry_that_throttles_has_time():
     found = cause(look([HEAD, WORKERS[0], pod("b", ready=False, waiting="ErrImagePull", message="toomanyrequests: rate exceeded")]))
     assert found.patience > 600
