@@ -170,6 +170,16 @@ def logs(
 
 
 @contextlib.contextmanager
+def _busy(output: Output, what: str) -> Iterator[None]:
+    """Shows on a terminal that something is being done, while it takes seconds."""
+    if output.as_json or not output.progress.is_terminal:
+        yield
+        return
+    with output.progress.status(what):
+        yield
+
+
+@contextlib.contextmanager
 def _interrupted(what: str) -> Iterator[None]:
     """Ctrl-C as a sentence that says what stands now."""
     try:
@@ -194,7 +204,8 @@ def status(stack: StackArgument, as_json: JsonOption = False) -> None:
     from ops.stack import Stack
 
     output = Output(as_json)
-    found = Stack(stack).status()
+    with _busy(output, "asking the engine, Kubernetes and Ray"):
+        found = Stack(stack).status()
     show.status(output, found)
     output.result(found)
 
@@ -222,7 +233,8 @@ def explain(stack: StackArgument, as_json: JsonOption = False) -> None:
     from ops.stack import Stack
 
     output = Output(as_json)
-    found = Stack(stack).explain()
+    with _busy(output, "looking at operator, nodes, pods and Ray"):
+        found = Stack(stack).explain()
     show.explained(output, found)
     output.result(found)
     if not found.running and not found.waiting:
@@ -241,7 +253,8 @@ def verdict(run: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)], a
     from ops import runs, show
 
     output = Output(as_json)
-    found = runs.find(run)
+    with _busy(output, "reading the run's record"):
+        found = runs.find(run)
     ok = show.verdict(output, found)
     output.result(found.verdict or {"outcome": "unproven", "reasons": [], "run": found.name})
     if not ok:
@@ -262,7 +275,8 @@ def compare(
     from ops import runs, show
 
     output = Output(as_json)
-    found = [runs.find(one) for one in run]
+    with _busy(output, "reading the runs' records"):
+        found = [runs.find(one) for one in run]
     told = comparing.compare(found)
     show.write(picture, comparing.as_page(told, found))
     show.compared(output, told)
