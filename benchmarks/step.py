@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,7 +28,7 @@ from training.data import MicroBatch, Step
 from training.fast.attention import preferred_kernels
 from training.fast.choose import choose
 from training.flops import ModelShape, mfu
-from training.plan import this_machine
+from training.plan import Choice, Cluster, estimate, machine, this_machine
 from training.record import StepMetrics
 from training.settings import ModelSettings, Settings
 from training.sizes import NAMED_SIZES
@@ -116,6 +117,41 @@ def measure(world: World, variant: dict[str, Any], size: str, length: int, lines
     return result
 
 
+def pretend(ranks: int, variant: dict[str, Any], size: str, length: int) -> dict[str, Any]:
+    """Peak memory of one of ``ranks`` workers under FSDP2, on this GPU alone: the collectives of PyTorch's fake process group move nothing.
+
+    Nothing that is computed means anything. Under a memory limit (``PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.157``) it shows whether
+    a layout fits a smaller card.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    world = World(0, ranks, 0, ranks, ("here",), device)
+    micro_batch, accumulated = int(variant.get("microBatch", 1)), int(variant.get("accumulation", 2))
+    tokens = micro_batch * accumulated * ranks * length
+    settings = Settings(data="random", model=ModelSettings(random=size), tokens_per_step=tokens)
+    config = model.load_config(settings.model, int(NAMED_SIZES[size]["vocab_size"]))
+    pieces = choose(config, device, str(variant.get("blocks", "auto")), str(variant.get("precision", "auto")), length, document_mask=False)
+    net = model.build_empty(config)
+    choice = Choice("fsdp", bool(variant.get("reshard", False)), str(variant.get("reduce", "fp32")), str(variant.get("recompute", "none")), micro_batch)
+    parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
+    reduce_dtype = torch.bfloat16 if choice.reduce_dtype == "bf16" else torch.float32
+    parallel.shard(net, parallel.make_mesh(world, "fsdp"), reshard=choice.reshard, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model.allocate(net, device)
+    draw(net, 0)
+    optimizer = loop.make_optimizer(net, settings)
+    for step in steps(micro_batch * accumulated, micro_batch, length, config.vocab_size, 2):
+        loop.forward_backward(net, step, settings, world, choice.reshard)
+        loop.clip(net, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    planned = estimate(ModelShape.of(config.to_dict()), Cluster(ranks, 1, machine("l4")), choice, tokens, length, settings.loss_chunk).memory
+    dist.destroy_process_group()
+    seen = round(loop.peak_memory_gib(device), 2)
+    return {**variant, "ranks": ranks, "pieces": str(pieces), "gib": seen, "planned": round(planned.total - planned.overhead, 2)}
+
+
 def card() -> str:
     """Temperature, clock and power of the GPU, as it is right after the work."""
     import subprocess
@@ -146,9 +182,14 @@ def main() -> int:
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--lines", type=int, default=4, help=f"measurements of {BESIDE} steps each (default: %(default)s)")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--pretend-ranks", type=int, metavar="N", help="only the memory of one of N workers, whose collectives move nothing")
     parser.add_argument("--profile", type=Path, help="folder for the profile of the last variant")
     args = parser.parse_args()
     variants = json.loads(args.variants)
+    if args.pretend_ranks:
+        for variant in variants:
+            sys.stdout.write(json.dumps(pretend(args.pretend_ranks, variant, args.model, args.sequence_length)) + "\n")
+        return 0
     with process_group(args.device, 600) as world:
         for i, variant in enumerate(variants):
             if world.device.type == "cuda":

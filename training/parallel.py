@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from training.errors import BadInput
 from training.fast.choose import Pieces
 from training.world import World
+
+if TYPE_CHECKING:
+    from training.fast.products import Products
 
 # What selective recompute keeps: matrix products and attention are the dear ones; the rest (norms, SwiGLU, rotary) is cheap to redo.
 _KEPT_OPS = frozenset(
@@ -44,15 +47,20 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return layers
 
 
-def prepare_blocks(model: Any, activation_checkpointing: str, pieces: Pieces) -> None:
-    """Fast blocks, or recompute and compile, block by block; before sharding, so that FSDP's own work stays outside the compiled part."""
+def prepare_blocks(model: Any, activation_checkpointing: str, pieces: Pieces) -> list[Products]:
+    """Fast blocks, or recompute and compile, block by block; before sharding, so that FSDP's own work stays outside the compiled part.
+
+    Returns the products of the fast blocks, none where they are not.
+    """
     if pieces.blocks == "fast":
         from training.fast import block  # Triton is not everywhere
         from training.fast.products import Fp8Products, Products
 
-        for layer in decoder_layers(model):
-            block.install(layer, model.config, Fp8Products() if pieces.fp8 else Products(), activation_checkpointing)
-        return
+        layers = decoder_layers(model)
+        products = [Fp8Products() if pieces.fp8 else Products() for _ in layers]
+        for layer, mm in zip(layers, products, strict=True):
+            block.install(layer, model.config, mm, activation_checkpointing)
+        return products
     if activation_checkpointing != "none":
         arguments: dict[str, Any] = {"use_reentrant": False}
         if activation_checkpointing == "selective":
@@ -62,6 +70,7 @@ def prepare_blocks(model: Any, activation_checkpointing: str, pieces: Pieces) ->
     if pieces.blocks == "compiled":
         for layer in decoder_layers(model):
             layer.compile(fullgraph=True)
+    return []
 
 
 def _keep_dear_ops(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -181,6 +181,8 @@ class Fixed:
     reduce_dtype: str | None = None
     activation_checkpointing: str | None = None
     micro_batch: int | None = None
+    micro_batch_below: int | None = None
+    """What was tried and did not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,12 +432,10 @@ def estimate(shape: ModelShape, cluster: Cluster, choice: Choice, tokens_per_ste
     )
 
 
-def _micro_batches(cluster: Cluster, rows: int, fixed: int | None) -> list[int]:
-    """The smallest micro-batch for each possible accumulation; any larger one would only add empty rows."""
-    if fixed is not None:
-        return [fixed]
-    share = max(1, math.ceil(rows / cluster.world))
-    return sorted({math.ceil(share / steps) for steps in range(1, share + 1)})
+def micro_batches(world: int, rows: int, below: int | None = None) -> list[int]:
+    """The smallest micro-batch for each possible accumulation, ascending; any larger one would only add empty rows. ``below``: only smaller ones."""
+    share = max(1, math.ceil(rows / world))
+    return [size for size in sorted({math.ceil(share / steps) for steps in range(1, share + 1)}) if below is None or size < below]
 
 
 def choose(
@@ -459,7 +459,7 @@ def choose(
 
     if cluster.machine.is_cpu:
         usual = Choice("fsdp", False, "fp32", "none", min(math.ceil(rows / cluster.world), max(1, 4096 // sequence_length)))
-        decided = dataclasses.replace(usual, **{k: v for k, v in dataclasses.asdict(fixed).items() if v is not None})
+        decided = dataclasses.replace(usual, **{k: v for k, v in dataclasses.asdict(fixed).items() if v is not None and k != "micro_batch_below"})
         return decided, [candidate(decided)]
 
     # On one host, or with one GPU a host, hsdp is fsdp or plain replication by another name.
@@ -468,8 +468,10 @@ def choose(
     reshards = (fixed.reshard,) if fixed.reshard is not None else (False, True)
     reduces = (fixed.reduce_dtype,) if fixed.reduce_dtype is not None else ("fp32", "bf16") if cluster.world > 1 else ("fp32",)
     recomputes = (fixed.activation_checkpointing,) if fixed.activation_checkpointing is not None else RECOMPUTE
-    micro_batches = _micro_batches(cluster, rows, fixed.micro_batch)
-    every = [candidate(Choice(*parts)) for parts in itertools.product(parallels, reshards, reduces, recomputes, micro_batches)]
+    sizes = [fixed.micro_batch] if fixed.micro_batch is not None else micro_batches(cluster.world, rows, fixed.micro_batch_below)
+    if not sizes:
+        raise BadInput("a micro-batch of one row did not fit the GPU when it was tried; shorten the rows, or set activationCheckpointing to full")
+    every = [candidate(Choice(*parts)) for parts in itertools.product(parallels, reshards, reduces, recomputes, sizes)]
 
     room = cluster.machine.memory_gib * cluster.machine.usable_memory
     fitting = [c for c in every if c.estimate.memory.total <= room]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from training import checkpoint, loop, model, parallel, plan, schema, tokenizer
+from training import checkpoint, loop, model, parallel, plan, room, schema, tokenizer
 from training.data import Batches, PreparedData, eval_batches, open_data
 from training.errors import BadInput, JobError, TransportNotProven
 from training.export import export
@@ -115,12 +115,13 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     say = hooks.say if world.is_main else _silent
     job = world.together(lambda: check(settings))
     pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
-    choice = world.broadcast(world.on_main(lambda: _choose(job, world, pieces)))
-    assert choice is not None
+    planned = world.broadcast(world.on_main(lambda: _choose(job, world, pieces)))
+    assert planned is not None
+    choice: plan.Choice = planned
     _share_storage(job, world)
 
     net = model.build_empty(job.config)
-    parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
+    products = parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
     mesh = world.together(lambda: parallel.make_mesh(world, choice.parallel))
     parallel.shard(
         net,
@@ -153,6 +154,12 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             model.fill(net, weights, world)
             del weights
         model.check_master_weights(net)
+        if world.device.type == "cuda":
+            choice = _with_room(net, job, world, choice, say)
+            for block in products:
+                block.forget()
+            if record is not None:
+                record.note(plan=dataclasses.asdict(choice))
         say(_opening(job, world, choice, pieces, net))
 
         rows = settings.tokens_per_step // job.sequence_length
@@ -327,9 +334,22 @@ def _choose(job: Checked, world: World, pieces: Pieces) -> plan.Choice:
         reduce_dtype=fixed(s.reduce_dtype),
         activation_checkpointing=fixed(s.activation_checkpointing),
         micro_batch=s.micro_batch,
+        micro_batch_below=room.too_large(job.folder),
     )
     choice, _ = plan.choose(_shape(job), cluster, s.tokens_per_step, job.sequence_length, wanted, s.loss_chunk)
     return choice
+
+
+def _with_room(net: Any, job: Checked, world: World, choice: plan.Choice, say: Callable[[str], None]) -> plan.Choice:
+    """``choice`` with the largest micro-batch, from the planned one down, that really fits."""
+    settings, rows = job.settings, job.settings.tokens_per_step // job.sequence_length
+    smaller = [] if settings.micro_batch is not None else plan.micro_batches(world.size, rows, below=choice.micro_batch)
+    sizes = [choice.micro_batch, *reversed(smaller)]
+    with preferred_kernels():
+        found = room.find(net, settings, world, job.folder, sizes=sizes, length=job.sequence_length, rows=rows, reshard=choice.reshard)
+    if found != choice.micro_batch:
+        say(f"{choice.micro_batch} rows at a time were planned and did not fit this GPU; {found} do")
+    return dataclasses.replace(choice, micro_batch=found)
 
 
 def _share_storage(job: Checked, world: World) -> None:

@@ -20,6 +20,9 @@ class Products:
     keeps_activation = False
     """Whether the MLP's activation is kept even where recompute is selective."""
 
+    def forget(self) -> None:
+        """Drops what was learnt of the tensors so far."""
+
     def peak(self, _device: torch.device) -> Tensor | None:
         """A place for the largest magnitude of a tensor that is about to be written; None: not needed."""
         return None
@@ -92,6 +95,10 @@ class Fp8Products(Products):
 
     def __init__(self) -> None:
         self._seen: dict[str, Tensor] = {}
+
+    def forget(self) -> None:
+        """The next micro-step takes the long way."""
+        self._seen.clear()
 
     def _limit(self, name: str) -> tuple[Tensor, Tensor]:
         """What ``name`` is scaled to, and a new place for what it turns out to be."""
