@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from ops import cost as costs
 from ops import doctor as doctors
@@ -79,7 +80,7 @@ def show_report(output: Output, report: doctors.Report) -> None:
         text = finding.what
         text += f"\n  why: {finding.why}" if finding.why else ""
         text += f"\n  do:  {finding.do}" if finding.do and finding.do != finding.what else ""
-        rows.append((MARKS[finding.level], finding.check, text))
+        rows.append((Text(MARKS[finding.level], STYLES[finding.level]), finding.check, text))
     output.table("", "check", "finding", rows=rows)
     if report.zones:
         zones = [
@@ -374,6 +375,8 @@ def show_leftovers(output: Output, found: left.Found) -> None:
         cost = f"{usd(sum(item.usd_month or 0.0 for item in found.left))} a month{unpriced} (prices of {found.prices_as_of})"
         things = "1 thing" if len(found.left) == 1 else f"{len(found.left):,} things"
         output.line(f"{things} of {whose} {'is' if len(found.left) == 1 else 'are'} in account {found.account}, {where}: {cost}", style="bold")
+        if found.stack and not found.alive and any(item.marked for item in found.left):
+            output.line(f"`python -m ops leftovers {found.stack} --delete` removes what carries its tags")
     elif found.problems:
         output.line(f"nothing was found of {whose} in account {found.account}, {where}, but not everything could be asked", style="bold")
     else:

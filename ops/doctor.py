@@ -84,7 +84,7 @@ def examine(
     def rank_zones(_: checks.Context) -> list[Finding]:
         scores = zones.spot_scores(aws, facts.gpu.name, aim.settings.gpu.size[1], [aws.region], by_zone=True)
         ranked.extend(zones.rank(facts.zones, facts.gpu_zones, facts.system_zones, scores, aim.settings.zone))
-        return _zone_findings(ranked, aim)
+        return [] if pin and not aim.settings.zone else _zone_findings(ranked, aim)
 
     def rank_regions(_: checks.Context) -> list[Finding]:
         compared.extend(zones.compare(aws, aim.settings, list(dict.fromkeys((aws.region, *regions))), context.tags))
@@ -196,7 +196,7 @@ def _probe(context: checks.Context, ranked: Sequence[ZoneRank]) -> tuple[list[pr
         return [], [Finding("capacity", "note", "not probed: the stack's capacity is reserved already")]
     names = [stack.zone] if stack.zone else [zone.name for zone in ranked if zone.fits]
     probed = probe.probe(context.aws, context.facts.gpu.name, stack.gpu.size[1], names, context.target.tags(context.account, context.aws.region))
-    found = []
+    found, there = [], any(answer.capacity for answer in probed)
     hint = "; a hint only for spot, which is another market" if stack.gpu.capacity.kind == "spot" else ""
     for answer in probed:
         if answer.capacity:
@@ -204,7 +204,7 @@ def _probe(context: checks.Context, ranked: Sequence[ZoneRank]) -> tuple[list[pr
             found.append(Finding("capacity", "ok", what, "it may be gone when EKS is ready for nodes, 15 to 20 minutes into `up`"))
         else:
             ways = f"another zone (network.zone), fewer nodes, another type or region (`python -m ops doctor {context.target.name} --regions ...`), or later"
-            level = "warn" if answer.capacity is False else "unknown"
+            level = "note" if there else "warn" if answer.capacity is False else "unknown"
             found.append(Finding("capacity", level, f"{answer.zone}: {answer.said}", "`up` would wait half an hour and fail", ways))
     return probed, found
 

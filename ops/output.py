@@ -51,7 +51,7 @@ class Output:
             sys.stdout.write(harmless(text))
             sys.stdout.flush()
 
-    def table(self, *columns: str, rows: Sequence[Sequence[str]], title: str | None = None, right: Sequence[int] = ()) -> None:
+    def table(self, *columns: str, rows: Sequence[Sequence[str | Text]], title: str | None = None, right: Sequence[int] = ()) -> None:
         """A table within the console's width; ``right``: columns of numbers."""
         if not self.as_json:
             self.out.print(table(*columns, rows=rows, title=title, right=right))
@@ -71,13 +71,13 @@ class Output:
         self.progress.print(text, soft_wrap=not self.progress.is_terminal)
 
 
-def table(*columns: str, rows: Sequence[Sequence[str]], title: str | None = None, right: Sequence[int] = ()) -> Table:
+def table(*columns: str, rows: Sequence[Sequence[str | Text]], title: str | None = None, right: Sequence[int] = ()) -> Table:
     """A table without a frame, which wraps long cells rather than cutting them off."""
     made = Table(box=None, title=title, title_justify="left", pad_edge=False, show_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number in right else "left", overflow="fold", no_wrap=number in right)
     for row in rows:
-        made.add_row(*(Text(harmless(cell)) for cell in row))
+        made.add_row(*(cell if isinstance(cell, Text) else Text(harmless(cell)) for cell in row))
     return made
 
 
