@@ -226,7 +226,7 @@ def test_after_the_end_log_status_and_verdict_tell_the_same_run(lab: Lab, inside
 
 
 def test_a_running_job_is_cancelled_explained_and_gone_on_with(lab: Lab) -> None:
-    first = lab.json("train", lab.name, "--set", "steps=20000", "--set", "checkpointEvery=20")
+    first = lab.json("train", lab.name, "--set", "steps=20000", "--set", "checkpointEvery=20", "--set", "seed=1")
     lab.explained("running")
     status = wait(lambda: (found := lab.json("status", lab.name))["progress"] and found["progress"]["step"] and found)
     assert status["job"]["state"] == "RUNNING"
@@ -242,8 +242,10 @@ def test_a_running_job_is_cancelled_explained_and_gone_on_with(lab: Lab) -> None
 
 def test_runs_of_the_stack_are_compared(lab: Lab, tmp_path: Path) -> None:
     names = sorted(lab.real.run_records())
-    told = lab.json("compare", *(f"{lab.name}/{name}" for name in names[:2]), f"{lab.name}/{names[0]}", "--page", str(tmp_path / "page.html"))
-    assert len(told["names"]) == 3
+    assert len(names) == 2, "another seed is another run"
+    told = lab.json("compare", *(f"{lab.name}/{name}" for name in names), "--page", str(tmp_path / "page.html"))
+    assert sorted(told["names"]) == names
+    assert {row["what"] for row in told["differences"]} >= {"seed", "steps"}
     assert (tmp_path / "page.html").exists()
 
 
