@@ -7,6 +7,7 @@ CLUSTER_CHART a folder with the operator's chart, for a cluster without internet
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.util
 import json
 import os
@@ -202,6 +203,30 @@ class Stack:
     def log(self) -> str:
         """What the job has said so far."""
         return self.kubectl("-n", self.namespace, "logs", "-l", "app.kubernetes.io/component=ray-job-submitter", "--tail", "-1", code=None)
+
+    def timeline(self, began: datetime.datetime) -> dict[str, float]:
+        """Seconds from the start of `up` to what came of it, by Kubernetes' own clock and the log's."""
+
+        def at(text: str) -> float:
+            return (datetime.datetime.fromisoformat(text[:19] + "+00:00") - began).total_seconds()
+
+        def ready(pod: dict[str, Any]) -> float:
+            return at(next(c["lastTransitionTime"] for c in pod["status"]["conditions"] if c["type"] == "Ready"))
+
+        log = self.kubectl("-n", self.namespace, "logs", "-l", "app.kubernetes.io/component=ray-job-submitter", "--tail", "-1", "--timestamps")
+        lines = [line for line in log.splitlines() if " step " in line]
+        (submitter,) = self.get("pods", "-l", "app.kubernetes.io/component=ray-job-submitter")
+        return {
+            "RayCluster made": at(self.get("rayclusters")[0]["metadata"]["creationTimestamp"]),
+            "head ready": max(map(ready, self.pods("head"))),
+            "workers ready": max(map(ready, self.pods("worker"))),
+            "RayJob made": at(self.job()["metadata"]["creationTimestamp"]),
+            "submitter runs": at((submitter["status"]["containerStatuses"][0]["state"].get("terminated") or {})["startedAt"]),
+            "Ray has the job": at(self.job()["status"]["rayJobInfo"]["startTime"]),
+            "first step": at(lines[0].split()[0]),
+            "last step": at(lines[-1].split()[0]),
+            "job over": at(self.job()["status"]["endTime"]),
+        }
 
     def ended(self) -> dict[str, Any]:
         """The job's status once it has one that stays."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 
 import pytest
@@ -43,11 +44,14 @@ def in_worker(stack: Stack, script: str, *arguments: str) -> str:
 
 
 def test_up_goes_from_nothing_to_a_finished_run(stack: Stack) -> None:
-    stack.train(steps=20)
+    stack.train(steps=20, logEvery=1)
+    began = datetime.datetime.now(datetime.UTC)
     assert "created" in stack.up()
+    done = (datetime.datetime.now(datetime.UTC) - began).total_seconds()
     status = stack.ended()
     assert (status["jobStatus"], status["jobDeploymentStatus"]) == ("SUCCEEDED", "Complete"), status.get("message")
     assert [record["outcome"] for record in stack.run_records().values()] == ["done"]
+    print({**stack.timeline(began), "up done": done})  # docs/kubernetes.md has it; pytest -s shows it
 
 
 def test_a_second_up_changes_nothing(stack: Stack) -> None:
