@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -53,8 +53,18 @@ class Output:
 
     def table(self, *columns: str, rows: Sequence[Sequence[str | Text]], title: str | None = None, right: Sequence[int] = ()) -> None:
         """A table within the console's width; ``right``: columns of numbers."""
-        if not self.as_json:
-            self.out.print(table(*columns, rows=rows, title=title, right=right))
+        self.show(table(*columns, rows=rows, title=title, right=right))
+
+    def show(self, what: RenderableType) -> None:
+        """A table or the like; in a pipe without the blanks that only fill its columns."""
+        if self.as_json:
+            return
+        if self.out.is_terminal:
+            self.out.print(what)
+            return
+        with self.out.capture() as captured:
+            self.out.print(what)
+        sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
     def result(self, value: Any) -> None:
         """The result as JSON where that was asked for. Dataclasses, paths and times become plain data."""

@@ -206,8 +206,7 @@ def status(output: Output, found: Status, now: datetime.datetime | None = None) 
     made.add_column(overflow="fold")
     for name, value, colour in rows:
         made.add_row(name, Text(harmless(value), style=colour))
-    if not output.as_json:
-        output.out.print(made)
+    output.show(made)
     for note in found.notes:
         output.line(f"note: {harmless(note)}", style="yellow")
 
