@@ -5,10 +5,14 @@ The tests go in this order, on one stack.
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 from real import IMAGE, Stack
 
 pytestmark = pytest.mark.cluster
@@ -89,6 +93,28 @@ def test_the_same_run_goes_on_when_its_job_is_made_again(stack: Stack) -> None:
     (urn,) = [line.split("urn:")[1] for line in urns.splitlines() if "::RayJob" in line or "RayJob::" in line]
     stack.pulumi("up", "--yes", "--skip-preview", "--replace", f"urn:{urn.strip()}")
     stack.wait_for("the run to go on", lambda: "resuming" in stack.log())
+
+
+def test_a_stack_whose_kubernetes_is_gone_is_destroyed_all_the_same(stack: Stack) -> None:
+    """The rescue of docs/kubernetes.md. The API server is only out of reach here, so the state is put back afterwards."""
+    kept = stack.home / "state.json"
+    stack.pulumi("stack", "export", "--file", str(kept))
+    reachable = stack.environment["KUBECONFIG"]
+    away = yaml.safe_load(Path(reachable).read_text())
+    for cluster in away["clusters"]:
+        cluster["cluster"]["server"] = "https://127.0.0.1:1"
+    (stack.home / "away").write_text(yaml.safe_dump(away))
+    (stack.home / "away").chmod(0o600)
+    stack.environment["KUBECONFIG"] = str(stack.home / "away")
+    try:
+        assert "127.0.0.1:1" in stack.pulumi("destroy", "--yes", "--skip-preview", code=255)
+        (provider,) = re.findall(r"urn:.*pulumi:providers:kubernetes::.*-kubernetes$", stack.pulumi("stack", "--show-urns"), re.MULTILINE)
+        stack.pulumi("state", "delete", provider, "--target-dependents", "--yes")
+        stack.destroy()
+        assert json.loads(stack.pulumi("stack", "export"))["deployment"].get("resources", []) == []
+    finally:
+        stack.environment["KUBECONFIG"] = reachable
+        stack.pulumi("stack", "import", "--file", str(kept), "--force")
 
 
 def test_destroy_stops_it_all(stack: Stack) -> None:
