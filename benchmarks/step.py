@@ -147,7 +147,6 @@ def pretend(ranks: int, variant: dict[str, Any], size: str, length: int) -> dict
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     planned = estimate(ModelShape.of(config.to_dict()), Cluster(ranks, 1, machine("l4")), choice, tokens, length, settings.loss_chunk).memory
-    dist.destroy_process_group()
     seen = round(loop.peak_memory_gib(device), 2)
     return {**variant, "ranks": ranks, "pieces": str(pieces), "gib": seen, "planned": round(planned.total - planned.overhead, 2)}
 
@@ -188,7 +187,16 @@ def main() -> int:
     variants = json.loads(args.variants)
     if args.pretend_ranks:
         for variant in variants:
-            sys.stdout.write(json.dumps(pretend(args.pretend_ranks, variant, args.model, args.sequence_length)) + "\n")
+            try:
+                result = pretend(args.pretend_ranks, variant, args.model, args.sequence_length)
+            except torch.OutOfMemoryError as error:
+                result = {**variant, "error": f"{error}".splitlines()[0]}
+            dist.destroy_process_group()
+            sys.stdout.write(json.dumps(result) + "\n")
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
         return 0
     with process_group(args.device, 600) as world:
         for i, variant in enumerate(variants):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import os
 import sys
 import textwrap
@@ -40,10 +41,7 @@ def run(settings: Settings, launcher: str = "auto", say: Callable[[str], None] =
 
             summary = launch_ray.run(settings, say)
         else:
-            from training.world import process_group
-
-            with process_group(settings.device, settings.collective_timeout) as world:
-                summary = worker.run_rank(settings, world, worker.Hooks(say))
+            summary = _here(settings, say)
     except JobError:
         raise
     except Exception as error:
@@ -57,6 +55,23 @@ def run(settings: Settings, launcher: str = "auto", say: Callable[[str], None] =
     if os.environ.get("RANK", "0") == "0":
         summary["report"] = _report(job.folder, say)
     return summary
+
+
+def _here(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
+    """The run in this process; again, with fewer rows at a time, if the planned number does not fit the GPU."""
+    from training import worker
+    from training.room import DoesNotFit
+    from training.world import process_group
+
+    while True:
+        gc.collect()  # what a trial that failed had on the GPU hangs in its traceback
+        with process_group(settings.device, settings.collective_timeout) as world:
+            try:
+                return worker.run_rank(settings, world, worker.Hooks(say))
+            except DoesNotFit as error:
+                if world.size > 1:  # the other ranks' collectives end only with their processes
+                    raise
+                say(f"{error}")
 
 
 def _report(folder: Any, say: Callable[[str], None]) -> str | None:

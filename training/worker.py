@@ -115,9 +115,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     say = hooks.say if world.is_main else _silent
     job = world.together(lambda: check(settings))
     pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
-    planned = world.broadcast(world.on_main(lambda: _choose(job, world, pieces)))
-    assert planned is not None
-    choice: plan.Choice = planned
+    choice = world.broadcast(world.on_main(lambda: _choose(job, world, pieces)))
+    assert choice is not None
     _share_storage(job, world)
 
     net = model.build_empty(job.config)
@@ -155,11 +154,11 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             del weights
         model.check_master_weights(net)
         if world.device.type == "cuda":
-            choice = _with_room(net, job, world, choice, say)
+            all_rows = settings.tokens_per_step // job.sequence_length
+            with preferred_kernels():
+                room.check(net, settings, world, job.folder, size=choice.micro_batch, length=job.sequence_length, rows=all_rows, reshard=choice.reshard)
             for block in products:
                 block.forget()
-            if record is not None:
-                record.note(plan=dataclasses.asdict(choice))
         say(_opening(job, world, choice, pieces, net))
 
         rows = settings.tokens_per_step // job.sequence_length
@@ -338,18 +337,6 @@ def _choose(job: Checked, world: World, pieces: Pieces) -> plan.Choice:
     )
     choice, _ = plan.choose(_shape(job), cluster, s.tokens_per_step, job.sequence_length, wanted, s.loss_chunk)
     return choice
-
-
-def _with_room(net: Any, job: Checked, world: World, choice: plan.Choice, say: Callable[[str], None]) -> plan.Choice:
-    """``choice`` with the largest micro-batch, from the planned one down, that really fits."""
-    settings, rows = job.settings, job.settings.tokens_per_step // job.sequence_length
-    smaller = [] if settings.micro_batch is not None else plan.micro_batches(world.size, rows, below=choice.micro_batch)
-    sizes = [choice.micro_batch, *reversed(smaller)]
-    with preferred_kernels():
-        found = room.find(net, settings, world, job.folder, sizes=sizes, length=job.sequence_length, rows=rows, reshard=choice.reshard)
-    if found != choice.micro_batch:
-        say(f"{choice.micro_batch} rows at a time were planned and did not fit this GPU; {found} do")
-    return dataclasses.replace(choice, micro_batch=found)
 
 
 def _share_storage(job: Checked, world: World) -> None:

@@ -1,41 +1,13 @@
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from training.errors import BadInput
 from training.flops import ModelShape
-from training.plan import Cluster, Fixed, choose, machine, micro_batches
-from training.room import FILE, largest_that_fits, too_large
+from training.plan import Cluster, Fixed, choose, machine
+from training.room import FILE, too_large
 from training.sizes import NAMED_SIZES
 from training.storage import place
 
 QWEN = ModelShape.of(NAMED_SIZES["qwen2.5-1.5b"])
-
-
-@given(st.integers(1, 64), st.integers(0, 80))
-def test_the_largest_micro_batch_that_fits_is_found_without_trying_smaller_ones(rows, room):
-    tried = []
-
-    def attempt(size):
-        tried.append(size)
-        if size > room:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    sizes = micro_batches(1, rows)[::-1]
-    found = largest_that_fits(sizes, attempt)
-    fitting = [size for size in sizes if size <= room]
-    assert found == (fitting[0] if fitting else None)
-    assert tried == sizes[: len(tried)], "from the largest down"
-    assert not [size for size in tried if found is not None and size < found], "once one fits nothing smaller is tried"
-
-
-def test_another_error_than_lack_of_memory_is_not_taken_for_it():
-    def attempt(_size):
-        raise RuntimeError("a kernel is broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        largest_that_fits([4, 2], attempt)
 
 
 def test_what_did_not_fit_is_not_planned_again(tmp_path):
