@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -28,52 +29,65 @@ def follow(
 
     note: told of reconnections. Raises NoSuchJob where Ray lost the job, NoAnswer after 15 minutes without any answer.
     """
-    seen, failures, answered = 0, 0, clock()
+    said = _Said(say)
+    failures, answered = 0, clock()
     while True:
+        before = said.characters
         try:
             job = jobs.get(submission_id)
             answered = clock()
             if job.over:
                 # Asked after the end: a stream may break off before the last lines.
-                say(jobs.log(submission_id)[seen:])
+                said.more(jobs.log(submission_id), 0)
                 return job
-            seen, told = _stream(jobs, submission_id, seen, say)
-            failures = 0 if told else failures + 1
+            _stream(jobs, submission_id, said)
+            failures = 0 if said.characters > before else failures + 1
         except NoSuchJob:
             raise
         except Refused as error:
             if clock() - answered > GIVE_UP_SECONDS:
                 raise NoAnswer(f"no answer for {GIVE_UP_SECONDS // 60} minutes: {error}") from error
-            failures += 1
+            failures = 1 if said.characters > before else failures + 1
             if failures == 2:
                 note(f"connection lost ({error}); trying again")
         if failures:
             sleep(PAUSES[min(failures, len(PAUSES)) - 1])
 
 
-def _stream(jobs: RayJobs, submission_id: str, seen: int, say: Callable[[str], None]) -> tuple[int, bool]:
-    """Reads one stream until it ends, for whatever reason. Returns how many characters of the log have been said, and whether any was new."""
+@dataclasses.dataclass
+class _Said:
+    """How much of the log has been said; it outlives the streams."""
+
+    say: Callable[[str], None]
+    characters: int = 0
+
+    def more(self, text: str, position: int) -> None:
+        """Says what of ``text``, which begins at ``position`` of the log, is new."""
+        fresh = text[max(0, self.characters - position) :]
+        if fresh:
+            self.characters = position + len(text)
+            self.say(fresh)
+
+
+def _stream(jobs: RayJobs, submission_id: str, said: _Said) -> None:
+    """Reads one stream until it ends, for whatever reason. Raises Refused where Ray stops answering meanwhile."""
     stream = jobs.tail(submission_id)
-    position, before = 0, seen
+    position = 0
     try:
         while True:
             try:
                 kind, data = stream.recv_data()
             except websocket.WebSocketTimeoutException:
                 # Nothing for a while: a quiet job, or a connection that died without a word. What the log holds tells which.
-                if len(jobs.log(submission_id)) > max(seen, position) or jobs.get(submission_id).over:
-                    break
+                if len(jobs.log(submission_id)) > max(said.characters, position) or jobs.get(submission_id).over:
+                    return
                 continue
             except (websocket.WebSocketException, OSError):
-                break
+                return
             if kind != websocket.ABNF.OPCODE_TEXT:
-                break
+                return
             text = data.decode("utf-8", "replace")
-            fresh = text[max(0, seen - position) :]
+            said.more(text, position)
             position += len(text)
-            if fresh:
-                seen = max(seen, position)
-                say(fresh)
     finally:
         stream.close(timeout=1)
-    return seen, seen > before

@@ -58,11 +58,15 @@ class _Connection(http.client.HTTPConnection):
 
 
 class RayJobs:
-    """The job API. ``connect`` makes a socket to the head's port 8265, anew for each request. token: as :func:`ops.kube.ray_token` reads it."""
+    """The job API. ``connect`` makes a socket to the head's port 8265, anew for each request. token: as :func:`ops.kube.ray_token` reads it.
 
-    def __init__(self, connect: Connect, token: str) -> None:
+    timeout: seconds without a byte after which a request has failed, and a stream is looked after.
+    """
+
+    def __init__(self, connect: Connect, token: str, timeout: float = TIMEOUT_SECONDS) -> None:
         self._connect = connect
         self._token = token
+        self._timeout = timeout
 
     def get(self, submission_id: str) -> RayJob:
         """Raises NoSuchJob, NoAnswer."""
@@ -101,7 +105,7 @@ class RayJobs:
         """A WebSocket with the job's log from its beginning; its end says nothing about the job."""
         stream: Any = websocket.WebSocket()
         sock = self._socket()
-        sock.settimeout(TIMEOUT_SECONDS)
+        sock.settimeout(self._timeout)
         try:
             stream.connect(
                 f"ws://127.0.0.1:{PORT}/api/jobs/{submission_id}/logs/tail", socket=sock, header=[f"Authorization: Bearer {self._token}"], suppress_origin=True
@@ -131,7 +135,7 @@ class RayJobs:
             raise NoAnswer(f"Ray's answer to {method} {path} is no JSON: {_end(text)}") from error
 
     def _request(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> tuple[int, str]:
-        connection = _Connection(self._socket, TIMEOUT_SECONDS)
+        connection = _Connection(self._socket, self._timeout)
         try:
             headers = {"Authorization": f"Bearer {self._token}", **({"Content-Type": kind} if body is not None else {})}
             connection.request(method, path, body=body, headers=headers)

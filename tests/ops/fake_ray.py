@@ -22,6 +22,7 @@ class FakeRay:
         self.log, self.state, self.exit_code, self.message = log, state, exit_code, ""
         self.cuts: list[int | None] = []
         self.hang_ups: list[str] = []  # paths' ends whose next request is cut off without an answer
+        self.silent_streams = 0  # so many streams go on for ever, without another word
         self.at_stream_end: Callable[[FakeRay], None] = lambda _: None
         self.requests: list[str] = []
         self.stopped = False
@@ -112,7 +113,10 @@ class FakeRay:
         for start in range(0, len(text), 50):
             handler.wfile.write(_frame(text[start : start + 50].encode()))
         handler.wfile.flush()
-        if cut is None:
+        if self.silent_streams:
+            self.silent_streams -= 1
+            handler.connection.recv(1)  # until the other side gives up
+        elif cut is None:
             handler.wfile.write(struct.pack("!BB", 0x88, 0))  # a close that says: all is well
             handler.wfile.flush()
         else:

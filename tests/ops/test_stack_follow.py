@@ -92,6 +92,24 @@ def test_any_series_of_cuts_gives_the_whole_log_once(cuts: list[int], rest: str)
         ray.close()
 
 
+def test_a_stream_that_dies_without_a_word_is_noticed_and_repeats_nothing(ray: FakeRay) -> None:
+    """The connection stays open and silent, and the first question about it is cut off as well."""
+    ray.silent_streams = 2
+    ray.hang_ups = ["/logs"]
+    ends: list[int] = []
+
+    def ended(fake: FakeRay) -> None:
+        ends.append(1)
+        fake.log += f"line after {len(ends)}\n"
+        fake.state = "SUCCEEDED" if len(ends) == 3 else "RUNNING"
+
+    ray.at_stream_end = ended
+    text: list[str] = []
+    job = follow.follow(RayJobs(ray.connect, TOKEN, timeout=0.3), "job", text.append, sleep=lambda _: None)
+    assert job.state == "SUCCEEDED"
+    assert "".join(text) == ray.log
+
+
 def test_a_job_that_ray_forgot_is_said_to_be_so(ray: FakeRay) -> None:
     with pytest.raises(NoSuchJob, match="head was replaced"):
         follow.follow(RayJobs(ray.connect, TOKEN), "lost", lambda _: None, sleep=lambda _: None)
