@@ -134,7 +134,7 @@ def test_a_wrong_stack_file_is_every_problem_and_exit_2(ops: Ops, account: Any) 
     try:
         said = ops("up", "dev", code=2).stderr
         assert "gpu.nodes" in said
-        assert "system.diskGiB" in said
+        assert "diskGiB = 1" in said
     finally:
         ops.account.stack_file.write_text(before)
 
