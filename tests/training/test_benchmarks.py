@@ -1,0 +1,53 @@
+"""The benchmarks on a CPU and a tiny model: no speed is asserted, only that they run and count what they should."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import converge, speed
+
+
+def test_one_round_of_ours_and_of_what_others_would_run_ends_in_a_table_a_file_and_a_picture(tmp_path):
+    output = tmp_path / "speed.json"
+    command = [sys.executable, "-m", "benchmarks.speed", "--output", str(output), "--rounds", "1", "--model", "tiny", "--length", "64", "--rows", "2", "2"]
+    done = subprocess.run([*command, "--only", "ours", "hf", "sample"], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(output.read_text())["results"]
+    assert [r["name"] for r in results] == ["ours", "sample", "hf"]
+    assert all(r["median"] > 0 for r in results)
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    subprocess.run([sys.executable, "-m", "benchmarks.speed", "--draw", str(output)], check=True)
+    assert "<svg" in output.with_suffix(".svg").read_text()
+
+
+def test_a_measurement_that_fails_is_shown_as_failed_and_not_left_out():
+    failed = speed.run(["benchmarks.peers", "hf", "--model", "no-such-model"], 120)
+    assert "no-such-model" in failed["error"]
+    result = speed.summary("hf", "Trainer", [failed, {"tokensPerSecond": 10.0, "gib": 1.0}])
+    assert result["median"] == 10.0
+    assert "failed" in speed.table([speed.summary("ours", "Ours", [failed])])
+
+
+def test_the_median_and_the_spread_are_those_of_the_rounds():
+    r = speed.summary("ours", "Ours", [{"tokensPerSecond": s, "gib": 2.0, "mfu": 0.5} for s in (90, 100, 120)])
+    assert (r["median"], r["lowest"], r["highest"], r["mfu"]) == (100, 90, 120, 0.5)
+
+
+def test_losses_are_compared_step_by_step():
+    a = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "evalLoss": 9.0}]
+    b = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.1}, {"step": 3, "loss": 5.0}]
+    assert converge.difference(a, b) == pytest.approx(0.1 / 1.1)
+
+
+def test_a_branch_of_a_run_leaves_the_run_as_it_is(tmp_path):
+    (tmp_path / "bf16" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "bf16" / "metrics.jsonl").write_text("1\n")
+    (tmp_path / "bf16" / "checkpoints" / "weights").write_text("w")
+    converge.branch(tmp_path, "bf16", "fp8")
+    with (tmp_path / "fp8" / "metrics.jsonl").open("a") as file:
+        file.write("2\n")
+    assert Path(tmp_path / "bf16" / "metrics.jsonl").read_text() == "1\n"
+    assert (tmp_path / "fp8" / "checkpoints" / "weights").read_text() == "w"
