@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,7 +157,9 @@ class Stack(OfAccount):
 
         A node group that failed to be created is made anew: an update would not repair it.
         """
-        broken = [str(found["urn"]) for found in self.engine.resources() or [] if _failed_group(found)]
+        resources = self.engine.resources() or []
+        self._right_account(resources)
+        broken = [str(found["urn"]) for found in resources if _failed_group(found)]
         done = self.engine.up(listener, replace=broken, refresh=refresh)
         outputs = self.engine.outputs() or {}
         price = outputs.get("costPerHour") or {}
@@ -183,9 +186,10 @@ class Stack(OfAccount):
         outputs = self._known(resources)
         if not _real(resources):
             return self._looked_after(Gone(self.name, time.monotonic() - began, {}, None, (), 0, since, None), None, note)
+        self._right_account(resources)
         before = self._spent(note)
         stopped, forgotten = None, []
-        if any(_kubernetes(found) for found in resources):
+        if any(str(found["type"]).startswith("kubernetes:") for found in resources):
             gone = cluster_gone or self._cluster_is_gone(outputs)
             if gone:
                 note("the Kubernetes cluster is gone: its objects are taken out of the state")
@@ -209,6 +213,15 @@ class Stack(OfAccount):
         kept = outputs.get("bucket") if self.target.settings.storage.on_destroy == "keep" and not self.target.settings.storage.bucket else None
         done = Gone(self.name, time.monotonic() - began, changes, stopped, tuple(forgotten), retries, since, str(kept) if kept else None)
         return self._looked_after(done, before, note)
+
+    def _right_account(self, resources: Sequence[Mapping[str, Any]]) -> None:
+        """Raises BadInput where these credentials are of another account than the stack's: there nothing of it exists, and a refresh would forget it all."""
+        home = _account(resources)
+        if home is None:
+            return
+        caller = self.target.aws().identity()["Account"]
+        if caller != home:
+            raise BadInput(f"stack {self.name} lives in account {home}, and these credentials are of {caller}; use the right AWS_PROFILE. Nothing was touched")
 
     def _spent(self, note: Say) -> cost.Spent | None:
         """What the stack has cost, asked while it is still there. A destroy does not wait for a bill that can't be had."""
@@ -280,6 +293,7 @@ class Stack(OfAccount):
         plain = {key.removeprefix(f"{config.PROJECT}:"): target.plain_secret(value) for key, value in values.items()}
         config.load({**plain, "training": after}, self.target.region)
         resources = self.engine.resources()
+        self._right_account(resources or [])
         known = self._known(resources or [])
         running, removed = None, False
         if known.get("trainingJob"):
@@ -744,6 +758,14 @@ def _real(resources: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _kubernetes(resource: Mapping[str, Any]) -> bool:
     return str(resource["type"]).startswith(KUBERNETES)
+
+
+def _account(resources: Sequence[Mapping[str, Any]]) -> str | None:
+    """The AWS account that the state's ARNs name."""
+    for resource in resources:
+        if found := re.match(r"arn:aws[a-z-]*:[^:]*:[^:]*:(\d{12}):", str((resource.get("outputs") or {}).get("arn") or "")):
+            return found[1]
+    return None
 
 
 def _failed_group(resource: Mapping[str, Any]) -> bool:

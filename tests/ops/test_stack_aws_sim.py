@@ -18,6 +18,7 @@ from ops import Stack, target
 from ops.engine import Engine
 from tests.aws_sim import simulated
 from tests.aws_sim.conftest import new_account  # noqa: F401 - a fixture
+from tests.ops.account_server import xml
 
 reason = simulated.missing()
 pytestmark = [pytest.mark.aws_sim, *([pytest.mark.skip(reason=reason)] if reason else [])]
@@ -137,6 +138,19 @@ def test_a_wrong_stack_file_is_every_problem_and_exit_2(ops: Ops, account: Any) 
         assert "diskGiB = 1" in said
     finally:
         ops.account.stack_file.write_text(before)
+
+
+def test_credentials_of_another_account_touch_nothing(ops: Ops, account: Any) -> None:
+    """There nothing of the stack exists, and a refresh would take it all out of the state."""
+    account.answers["sts", "GetCallerIdentity"] = lambda _: xml(
+        "GetCallerIdentity",
+        "<GetCallerIdentityResult><Arn>arn:aws:iam::999999999999:user/x</Arn><UserId>U</UserId><Account>999999999999</Account></GetCallerIdentityResult>",
+        "https://sts.amazonaws.com/doc/2011-06-15/",
+    )
+    for command in (["down", "dev", "--yes"], ["up", "dev", "--refresh"]):
+        assert "lives in account 123456789012" in ops(*command, code=2).stderr
+    account.answers.clear()
+    assert json.loads(ops("status", "dev", "--json").stdout)["state"] == "up"
 
 
 def test_down_asks_for_yes_where_nobody_can_be_asked(ops: Ops, account: Any) -> None:
