@@ -14,7 +14,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,18 @@ KEYS = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "not-a-secr
 
 def xml(operation: str, inside: str, namespace: str = "http://ec2.amazonaws.com/doc/2016-11-15/") -> Answer:
     return 200, "text/xml", f'<{operation}Response xmlns="{namespace}"><requestId>1</requestId>{inside}</{operation}Response>'.encode()
+
+
+def paged(operation: str, container: str, items: Sequence[str]) -> Callable[[Call], Answer]:
+    """Many of EC2's items, in pages as EC2 gives them (moto has no pages for most calls, and looks for tags among all tags for each of them)."""
+
+    def answer(call: Call) -> Answer:
+        size, start = int(call.parameters.get("MaxResults", len(items))), int(call.parameters.get("NextToken", 0))
+        wanted = items if any(name == "tag:deployment" for name, _ in filters_of(call.parameters)) else []
+        more = f"<nextToken>{start + size}</nextToken>" if start + size < len(wanted) else ""
+        return xml(operation, f"<{container}>{''.join(f'<item>{item}</item>' for item in wanted[start : start + size])}</{container}>{more}")
+
+    return answer
 
 
 def plain_json(document: Any) -> Answer:
@@ -311,6 +323,11 @@ def tags(stack: str = "dev", region: str = "us-west-2") -> list[dict[str, str]]:
     """The tags of everything that a stack makes."""
     found = naming.base_tags("ray-train-efa", stack, "someone", naming.deployment_id("ray-train-efa", stack, ACCOUNT, region))
     return [{"Key": key, "Value": value} for key, value in found.items()]
+
+
+def tag_set(stack: str = "dev", name: str = "tagSet") -> str:
+    """The same as EC2 words it."""
+    return f"<{name}>" + "".join(f"<item><key>{tag['Key']}</key><value>{tag['Value']}</value></item>" for tag in tags(stack)) + f"</{name}>"
 
 
 def specification(kind: str, stack: str = "dev", region: str = "us-west-2", **more: str) -> list[dict[str, Any]]:

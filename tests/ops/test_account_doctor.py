@@ -302,6 +302,27 @@ def test_a_region_that_does_not_exist_is_told_and_ends_nothing(account, stack):
         doctor.examine("dev", regions=["xx-nowhere-1"])
 
 
+def test_a_probe_finds_the_zone_that_has_capacity_and_pins_take_it(account, stack, monkeypatch):
+    monkeypatch.setattr(doctor.image, "digest", lambda *_: DIGEST)
+    stack({"ray": {}})
+    first = next(zone.name for zone in doctor.examine("dev").zones if zone.fits)
+    account.capacity[first] = "InsufficientInstanceCapacity"
+    report = doctor.examine("dev", probing=True, pin=True)
+    assert (report.probed[0].zone, report.probed[0].capacity) == (first, False)
+    assert report.probed[-1].capacity
+    assert report.pinned.after["zone"] == report.probed[-1].zone != first
+    assert not [finding for finding in report.findings if finding.level == "warn"], "one zone is enough"
+    assert all(item["state"] == "cancelled" for item in account.reservations.values())
+
+
+def test_no_capacity_anywhere_is_a_warning_with_ways_out(account, stack):
+    account.capacity |= {f"us-west-2{letter}": "InsufficientInstanceCapacity" for letter in "abcd"}
+    warned = [finding for finding in doctor.examine("dev", probing=True).findings if finding.check == "capacity"]
+    assert {finding.level for finding in warned} == {"warn"}
+    assert len(warned) == 4
+    assert all("--regions" in finding.do for finding in warned)
+
+
 def test_a_stack_on_an_existing_cluster_asks_no_aws(account, stack, registry):
     stack({"cluster": {"kind": "existing", "context": "kind"}}, region=None)
     report = doctor.examine("dev")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import config
-from ops import cli, left_kinds, leftovers, sweep, target
+from ops import Stack, cli, cli_account, left_kinds, leftovers, sweep, target
 from ops.aws import Aws
 from ops.left_kinds import Leftover, Scope
-from tests.ops.account_server import ACCOUNT, ec2_error, specification, tags, write_stack, xml
+from tests.ops.account_server import ACCOUNT, ec2_error, paged, specification, tag_set, tags, write_stack, xml
 
 NAME = "ray-train-efa-dev"
 
@@ -206,6 +207,32 @@ def test_delete_asks_shows_and_leaves_nothing_that_carries_the_tags(account, wre
     assert [vpc["IsDefault"] for vpc in remaining] == [True], "the account's own is untouched"
 
 
+def test_what_the_engine_still_manages_is_downs_to_delete(account, capsys, monkeypatch):
+    account.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=1, TagSpecifications=specification("volume"))
+
+    class Engine:
+        def __init__(self, aim):
+            self.aim = aim
+
+        def resources(self):
+            return [{"type": "pulumi:pulumi:Stack"}, {"type": "aws:ec2/vpc:Vpc", "custom": True}]
+
+    monkeypatch.setattr(cli_account, "Engine", Engine)
+    assert cli.main(["leftovers", "dev", "--delete", "--yes"]) == 6
+    assert "still holds 1 resources: `python -m ops down dev` deletes them" in " ".join(capsys.readouterr().err.split())
+    assert account.count("DeleteVolume") == 0
+
+
+def test_the_stack_object_has_the_accounts_verbs(account, stack):
+    (stack / "__main__.py").symlink_to(Path(sweep.__file__).parents[1] / "__main__.py")
+    account.client("ec2").create_volume(AvailabilityZone="us-west-2a", Size=1, TagSpecifications=specification("volume"))
+    stack = Stack("dev")
+    assert [item.kind for item in stack.leftovers().left] == ["volume"]
+    assert stack.cost().usd == 0
+    assert stack.doctor().account == ACCOUNT
+    assert stack.plan(offline=True).cost.an_hour == pytest.approx(9.65, abs=0.01)
+
+
 def test_the_order_is_the_one_that_aws_needs(account, wreck):
     good, _ = sweep.deletable(leftovers.find("dev").items, frozenset({"dev"}))
     kinds = [item.kind for item in good]
@@ -292,16 +319,20 @@ def test_a_cluster_that_runs_is_told_to_be_up_rather_than_left(account, capsys):
     assert "`python -m ops down` removes a stack that is up" in " ".join(capsys.readouterr().out.split())
 
 
-def test_more_than_a_thousand_things_are_all_found(account, capsys):
-    account.many_instances(1100, tagged=mapped())
+def test_more_than_a_thousand_things_are_all_found_page_by_page(account, capsys):
+    volume = "<volumeId>vol-{i:017x}</volumeId><size>10</size><volumeType>gp3</volumeType><status>available</status>"
+    account.answers["ec2", "DescribeVolumes"] = paged("DescribeVolumes", "volumeSet", [volume.format(i=i) + tag_set() for i in range(2600)])
     found = leftovers.find("dev")
-    assert len([item for item in found.items if item.kind == "instance"]) == 1100
+    assert len({item.id for item in found.items}) == 2600
+    assert found.usd_month == pytest.approx(2600 * 0.80)
+    pages = [call for call in account.calls if call.operation == "DescribeVolumes" and "NextToken" in call.parameters]
+    assert len(pages) == 5, "six pages of 500"
     assert cli.main(["leftovers", "dev", "--json"]) == 6
-    assert len([item for item in json.loads(capsys.readouterr().out)["items"] if item["kind"] == "instance"]) == 1100
+    assert len(json.loads(capsys.readouterr().out)["items"]) == 2600
     assert cli.main(["leftovers", "dev"]) == 6
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) < 150, "a long list is summed up"
-    assert "more:" in shown
+    assert "and 2,560 more: 2,560 volume" in shown
 
 
 def test_a_bucket_with_more_than_a_thousand_objects_is_emptied_in_batches(account, stack):
