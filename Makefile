@@ -18,8 +18,8 @@ test: test-program test-training
 test-training: .venv/test-ready
 	$(T) -m ruff check .
 	$(T) -m ruff format --check .
-	$(T) -m mypy training
-	$(T) -m pytest tests/unit tests/transport tests/training
+	$(T) -m mypy training benchmarks
+	$(T) -m pytest tests/unit tests/transport tests/fast tests/training
 
 # The Pulumi program: types, and what it would create.
 test-program: .venv-pulumi/test-ready

@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+pytest.importorskip("triton", reason="the fast kernels need Triton, which PyTorch brings along on Linux")
+
 from training.fast import block
 from training.fast.products import Fp8Products, Products
 
-SIZES = {"hidden_size": 96, "intermediate_size": 208, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 512}
-
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -40,7 +41,7 @@ def with_fast_blocks(model, products, recompute):
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_the_fast_block_gives_the_loss_and_every_gradient_of_transformers_own(kind, recompute):
     reference = model_of(kind)
-    ids = torch.randint(0, 512, (3, 33), device=DEVICE)
+    ids = torch.randint(0, 128, (2, 17), device=DEVICE)
     loss, gradients = loss_and_gradients(reference, ids)
     fast_loss, fast_gradients = loss_and_gradients(with_fast_blocks(reference, Products, recompute), ids)
     assert fast_loss == pytest.approx(loss, rel=1e-6)
@@ -52,7 +53,7 @@ def test_the_fast_block_gives_the_loss_and_every_gradient_of_transformers_own(ki
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_fp8_products_stay_near_the_bf16_gradients(recompute):
     reference = model_of("qwen2", torch.bfloat16)
-    ids = torch.randint(0, 512, (2, 33), device=DEVICE)
+    ids = torch.randint(0, 128, (2, 17), device=DEVICE)
     loss, gradients = loss_and_gradients(reference, ids)
     fast = with_fast_blocks(reference, Fp8Products, recompute)
     first_loss, _ = loss_and_gradients(fast, ids)
