@@ -65,7 +65,7 @@ def doctor(
     names = [name.strip() for name in regions.split(",") if name.strip()]
     with working(output) as progress:
         report = doctors.examine(stack, pin=pin, probing=probe, regions=names, progress=progress)
-    output.result(report)
+    output.result({**plain(report), "ok": report.ok})
     show_report(output, report)
     bad = [finding for finding in report.findings if finding.level == "fail"]
     if bad and not json:
@@ -155,13 +155,13 @@ def plan(
     with working(output) as progress:
         found = plans.plan(stack, offline=offline, progress=progress)
     show_plan(output, found)
-    output.result(found)
+    output.result({**plain(found), "changes": found.changes})
 
 
 def show_plan(output: Output, found: plans.Plan) -> None:
     basis = {
         "engine": "what `up` would change",
-        "account": "a new stack, checked against your account",
+        "account": "a new stack, checked against your account" if found.region else "a new stack on your cluster",
         "offline": "a new stack in any account that allows it: zones, quota and prices of yours are not asked",
     }[found.basis]
     output.line(f"{found.stack}{f', {found.region}' if found.region else ''}: {basis}", style="bold")
@@ -287,7 +287,7 @@ def leftovers(
     if delete:
         found = _delete(output, found, yes)
     show_leftovers(output, found)
-    output.result(found)
+    output.result({**plain(found), "left": len(found.left), "usdMonth": found.usd_month, "clean": found.clean})
     if not found.clean:
         raise typer.Exit(errors.EXIT_LEFT)
 
