@@ -23,6 +23,8 @@ ANY_ACCOUNT = "000000000000"
 # Friday 18:00 to Monday 09:00.
 WEEKEND = datetime.timedelta(hours=63)
 SAME = ("same", "read", "refresh")
+# They group resources, and are none.
+COMPONENTS = ("pulumi:", phases.TOKEN, "eks:index:")
 
 Progress = Callable[[str], None]
 
@@ -176,10 +178,10 @@ def _counted(steps: Sequence[tuple[str, str, str]]) -> tuple[Planned, ...]:
     titles = [part.title for part in phases.PARTS]
     found: Counter[tuple[str, str, str]] = Counter()
     for urn, kind, op in steps:
-        if op in SAME or kind.startswith("pulumi:"):
+        if op in SAME or kind.startswith(COMPONENTS):
             continue
         part = phases.part_of(urn)
-        found[(part.title if part else "other", kind.rsplit(":", 1)[-1], op)] += 1
+        found[(part.title if part else "other", kind.rsplit(":", 1)[-1], "replace" if "replace" in op else op)] += 1
     order = {title: number for number, title in enumerate(titles)}
     rows = sorted(found.items(), key=lambda row: (order.get(row[0][0], len(order)), row[0][1], row[0][2]))
     return tuple(Planned(part, kind, op, count) for (part, kind, op), count in rows)

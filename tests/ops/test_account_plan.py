@@ -132,6 +132,19 @@ def test_an_unknown_price_is_named(stack, capsys):
     assert "without p5e.48xlarge, whose price is not known: `python -m ops cost dev --refresh`" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_preview_counts_resources_and_not_what_groups_them():
+    """As the engine tells its steps; a replacement is told of in up to three."""
+    top = "urn:pulumi:dev::ray-train-efa::ray-train-efa:infra:GpuNodes"
+    steps = [
+        (f"{top}::gpu", "ray-train-efa:infra:GpuNodes", "create"),
+        (f"{top}$aws:eks/nodeGroup:NodeGroup::gpu", "aws:eks/nodeGroup:NodeGroup", "create-replacement"),
+        (f"{top}$aws:ec2/launchTemplate:LaunchTemplate::gpu", "aws:ec2/launchTemplate:LaunchTemplate", "update"),
+        (f"{top}$aws:ec2/placementGroup:PlacementGroup::gpu", "aws:ec2/placementGroup:PlacementGroup", "same"),
+        ("urn:pulumi:dev::ray-train-efa::pulumi:providers:aws::default", "pulumi:providers:aws", "create"),
+    ]
+    assert plan._counted(steps) == (plan.Planned("GPU nodes", "LaunchTemplate", "update", 1), plan.Planned("GPU nodes", "NodeGroup", "replace", 1))
+
+
 def test_a_new_stack_is_checked_against_the_account(account, stack, monkeypatch):
     monkeypatch.setattr(plan, "_engine", lambda _: None)
     found = plan.plan("dev")
