@@ -114,7 +114,9 @@ def vcpus(context: Context) -> list[Finding]:
 
 
 def limits(context: Context) -> list[Finding]:
-    return quotas.network_findings(context.aws, context.stack.zone, {**context.tags, "cluster": context.target.prefix})
+    able = set(context.facts.gpu_zones) & set(context.facts.system_zones)
+    zone = context.stack.zone or min(able, default=None)  # the one that `up` would take
+    return quotas.network_findings(context.aws, zone, {**context.tags, "cluster": context.target.prefix})
 
 
 def permissions(context: Context) -> list[Finding]:
