@@ -17,7 +17,8 @@ from ops.errors import OpsError
 from ops.output import Output, plain
 
 if TYPE_CHECKING:
-    from ops.stack import Job, Stack
+    from ops.inside import Job
+    from ops.stack import Stack
 
 app = typer.Typer(
     name="python -m ops",

@@ -16,11 +16,12 @@ from rich.text import Text
 from config import BadInput
 from ops import phases, prove
 from ops.compare import Comparison
+from ops.inside import Job
 from ops.output import Output, duration, harmless, usd
 from ops.phases import Progress
 from ops.prove import Proof
 from ops.runs import Run
-from ops.stack import Gone, Job, Status, Update
+from ops.stack import Gone, Status, Update
 from ops.why import Why
 
 STYLES = {phases.FAILED: "bold red", phases.WORKING: "yellow", phases.DONE: "green", phases.SAME: "dim", phases.WAITING: "dim"}

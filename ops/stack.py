@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,16 +17,14 @@ from typing import Any
 
 import config
 import prices
-from ops import cost, follow, job_log, kube, prove, target, trouble, why
+from ops import cost, follow, job_log, kube, prove, state, target, trouble, why
 from ops import leftovers as left
 from ops.aws import Aws, AwsError
 from ops.engine import Engine, EngineFailed, Listener
-from ops.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, Busy, Refused
-from ops.kube import Kube
+from ops.errors import BadInput, Busy, Refused
+from ops.inside import POLL_SECONDS, Inside, Job, Say, Submission, silent
 from ops.of_account import OfAccount
-from ops.ray_jobs import ENDED, PORT, NoSuchJob, RayJob, RayJobs
-from training.transport import evidence
-from training.transport.verdict import Expectation, judge
+from ops.ray_jobs import NoSuchJob
 from workloads import job as job_builder
 from workloads.build import settings_of
 from workloads.kuberay import pod_labels, release_name
@@ -38,19 +35,9 @@ from workloads.storage import run_storage
 RETRY_SECONDS = (30, 60, 120)
 # The operator names a job within seconds; a job that is stopped gets a moment to end by itself.
 NAMED_SECONDS, STOPPED_SECONDS = 60, 60
-POLL_SECONDS = 2.0
-KUBERNETES = ("kubernetes:", "pulumi:providers:kubernetes")
 
 # A leg of a proof is short; one that takes longer than this is stuck.
 PROOF_SECONDS = 1800
-
-Say = Callable[[str], None]
-# Entry point, runtime environment, files of the working directory.
-Submission = tuple[str, Mapping[str, Any], Mapping[str, str]]
-
-
-def _silent(_: str) -> None:
-    """A library says nothing by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,34 +80,6 @@ class Gone:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """The training job. name: the RayJob's; submission_id: Ray's. state: WAITING (Ray does not have it yet), PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED.
-
-    exit_code: of the job's own command. new: this call started it.
-    """
-
-    name: str
-    submission_id: str | None
-    state: str
-    message: str = ""
-    exit_code: int | None = None
-    started: datetime.datetime | None = None
-    ended: datetime.datetime | None = None
-    new: bool = False
-
-    @property
-    def over(self) -> bool:
-        return self.state in ENDED
-
-    @property
-    def code(self) -> int:
-        """The exit code that the job's end means for a command: 0, 2 bad input, 3 failed or stopped, 4 transport not proven."""
-        if self.state == "SUCCEEDED" or not self.over:
-            return 0
-        return self.exit_code if self.exit_code in (EXIT_BAD_INPUT, EXIT_TRANSPORT_NOT_PROVEN) else EXIT_TRAINING_FAILED
-
-
-@dataclasses.dataclass(frozen=True)
 class Status:
     """A stack at a glance. state: down, up, or partial (the last operation did not end well). usd: list price of all its nodes since ``up_since``."""
 
@@ -159,7 +118,7 @@ class Stack(OfAccount):
         """
         resources = self.engine.resources() or []
         self._right_account(resources)
-        broken = [str(found["urn"]) for found in resources if _failed_group(found)]
+        broken = [str(found["urn"]) for found in resources if state.failed_group(found)]
         done = self.engine.up(listener, replace=broken, refresh=refresh)
         outputs = self.engine.outputs() or {}
         price = outputs.get("costPerHour") or {}
@@ -174,7 +133,7 @@ class Stack(OfAccount):
             stops_at=outputs.get("stopsAt"),
         )
 
-    def down(self, listener: Listener | None = None, *, cluster_gone: bool = False, note: Say = _silent, sleep: Callable[[float], None] = time.sleep) -> Gone:
+    def down(self, listener: Listener | None = None, *, cluster_gone: bool = False, note: Say = silent, sleep: Callable[[float], None] = time.sleep) -> Gone:
         """Stops the job, asks what is really there, and removes it all; tries again what AWS refuses only for now.
 
         cluster_gone: the Kubernetes cluster does not exist any more, so its objects are only taken out of the state. For an EKS cluster AWS says so;
@@ -182,9 +141,9 @@ class Stack(OfAccount):
         """
         began = time.monotonic()
         resources = self.engine.resources() or []
-        since = _up_since(resources)
+        since = state.up_since(resources)
         outputs = self._known(resources)
-        if not _real(resources):
+        if not state.real(resources):
             return self._looked_after(Gone(self.name, time.monotonic() - began, {}, None, (), 0, since, None), None, note)
         self._right_account(resources)
         before = self._spent(note)
@@ -193,7 +152,7 @@ class Stack(OfAccount):
             gone = cluster_gone or self._cluster_is_gone(outputs)
             if gone:
                 note("the Kubernetes cluster is gone: its objects are taken out of the state")
-                forgotten = self.engine.forget(_kubernetes)
+                forgotten = self.engine.forget(state.of_kubernetes)
             else:
                 stopped = self._stop_before_down(outputs, note)
         note("asking what is really there")
@@ -216,7 +175,7 @@ class Stack(OfAccount):
 
     def _right_account(self, resources: Sequence[Mapping[str, Any]]) -> None:
         """Raises BadInput where these credentials are of another account than the stack's: there nothing of it exists, and a refresh would forget it all."""
-        home = _account(resources)
+        home = state.account(resources)
         if home is None:
             return
         caller = self.target.aws().identity()["Account"]
@@ -314,7 +273,7 @@ class Stack(OfAccount):
             self.engine.set_object("training", after)
         self.target = target.read(self.name, self.target.file.parent)
         failed = running is not None and running.state in ("FAILED", "STOPPED")
-        again = [str(found["urn"]) for found in resources or [] if failed and _is_job(found)]
+        again = [str(found["urn"]) for found in resources or [] if failed and state.is_job(found)]
         self.engine.up(listener, replace=again, refresh=removed)
         outputs = self.engine.outputs() or {}
         with self._inside(outputs) as inside:
@@ -333,7 +292,7 @@ class Stack(OfAccount):
         with self._inside(self._up()) as inside:
             return inside.job()
 
-    def logs(self, say: Say, *, follow_on: bool = False, note: Say = _silent) -> Job:
+    def logs(self, say: Say, *, follow_on: bool = False, note: Say = silent) -> Job:
         """Says the job's log; with ``follow_on`` until the job has ended, over broken connections. Returns the job at its end, as Ray tells it."""
         with self._inside(self._up()) as inside:
             job = inside.waited_for(follow_on, note)
@@ -347,13 +306,13 @@ class Stack(OfAccount):
             except NoSuchJob as error:
                 # The head was replaced: Ray forgot the job, the RayJob did not.
                 return inside.end_without_ray(job, note, str(error))
-            return dataclasses.replace(job, state=ended.state, message=ended.message, exit_code=ended.exit_code, ended=_at(ended.ended))
+            return dataclasses.replace(job, state=ended.state, message=ended.message, exit_code=ended.exit_code, ended=state.at(ended.ended))
 
-    def wait(self, note: Say = _silent) -> Job:
+    def wait(self, note: Say = silent) -> Job:
         """Waits for the job's end."""
-        return self.logs(_silent, follow_on=True, note=note)
+        return self.logs(silent, follow_on=True, note=note)
 
-    def cancel(self, note: Say = _silent) -> Job:
+    def cancel(self, note: Say = silent) -> Job:
         """Stops the job and waits until it is stopped. What it has written stays; :meth:`train` goes on from its last checkpoint."""
         with self._inside(self._up()) as inside:
             job = inside.job()
@@ -371,13 +330,13 @@ class Stack(OfAccount):
             while time.monotonic() < end:
                 found = inside.ray().get(job.submission_id)
                 if found.over:
-                    return dataclasses.replace(job, state=found.state, message=found.message, exit_code=found.exit_code, ended=_at(found.ended))
+                    return dataclasses.replace(job, state=found.state, message=found.message, exit_code=found.exit_code, ended=state.at(found.ended))
                 time.sleep(POLL_SECONDS)
             raise Refused(f"job {job.name} was asked to stop and still runs after {3 * STOPPED_SECONDS} s; `python -m ops explain {self.name}`")
 
     # ---- the proof
 
-    def prove(self, *, rounds: int = 2, steps: int = 40, curve: bool = True, note: Say = _silent) -> prove.Proof:
+    def prove(self, *, rounds: int = 2, steps: int = 40, curve: bool = True, note: Say = silent) -> prove.Proof:
         """Runs the short jobs of a proof, one after the other, on the stack's Ray cluster: see :mod:`ops.prove`. The training job's settings are the stack's.
 
         Raises Busy while a training job runs, BadInput where the stack file names no data or model.
@@ -456,9 +415,9 @@ class Stack(OfAccount):
         outputs = self._known(resources)
         last = self.engine.last_update() or {}
         operation = f"{last['kind']} {last['result']} {last.get('endTime') or last.get('startTime')}" if last else None
-        if not _real(resources):
+        if not state.real(resources):
             return Status(self.name, "down", operation, None, None, None, None, None, None)
-        since = _up_since(resources)
+        since = state.up_since(resources)
         usd_hour = self._usd_hour(outputs)
         job = progress = None
         try:
@@ -476,7 +435,7 @@ class Stack(OfAccount):
             up_since=since,
             usd_hour=usd_hour,
             usd_so_far=None if usd_hour is None or since is None else usd_hour * (now - since).total_seconds() / 3600,
-            stops_at=_stop_time(outputs.get("stopsAt")),
+            stops_at=state.stop_time(outputs.get("stopsAt")),
             job=job,
             progress=progress,
             notes=tuple(notes),
@@ -574,14 +533,14 @@ class Stack(OfAccount):
 
     def _known(self, resources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The outputs; while an `up` is under way, or after one that failed, what follows from the names and the state so far."""
-        outputs = _outputs(resources)
+        outputs = state.outputs(resources)
         existing = self.target.settings.cluster.kind == "existing"
         cluster = any(found["type"] == "aws:eks/cluster:Cluster" for found in resources)
         if cluster:
             outputs = {"clusterName": self.target.prefix, "region": self.target.region, **outputs}
         if cluster or any(str(found["type"]).startswith("kubernetes:") for found in resources):
             outputs = {"namespace": self.target.prefix if existing else config.NAMESPACE, "rayCluster": self.target.prefix, **outputs}
-        job = next((found for found in resources if _is_job(found)), None)
+        job = next((found for found in resources if state.is_job(found)), None)
         name = ((job or {}).get("outputs") or {}).get("metadata", {}).get("name")
         return {**outputs, "trainingJob": name} if name else outputs
 
@@ -609,197 +568,3 @@ class Stack(OfAccount):
             return None
         told = (outputs.get("costPerHour") or {}).get("usd")
         return float(told) if told is not None else prices.hourly(self.target.settings, str(self.target.region), prices.table()).usd_hour
-
-
-@dataclasses.dataclass
-class Inside:
-    """The stack's namespace, Ray cluster and training job, seen through the Kubernetes API. storage: where runs go, as the pods name it."""
-
-    kube: Kube
-    namespace: str
-    ray_cluster: str
-    job_name: str | None
-    storage: str
-    usd_hour: float | None
-    _ray: RayJobs | None = None
-
-    def optional(self, path: str) -> dict[str, Any] | None:
-        try:
-            return self.kube.get(path)
-        except kube.NotThere:
-            return None
-
-    def head(self) -> str:
-        """The name of the head's pod. Raises Refused where none runs."""
-        selector = f"ray.io/cluster={self.ray_cluster},ray.io/node-type=head"
-        pods = self.kube.items(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
-        for pod in pods:
-            if (pod.get("status") or {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp"):
-                return str(pod["metadata"]["name"])
-        raise Refused("the Ray head is not running; `python -m ops explain` says why")
-
-    def in_head(self, command: list[str]) -> str:
-        """What a command in the head's container prints."""
-        return self.kube.run(self.namespace, self.head(), "ray-head", command)
-
-    def workers(self) -> Workers:
-        """The worker pods' share, as the RayCluster says it."""
-        spec = self.kube.get(f"/apis/ray.io/v1/namespaces/{self.namespace}/rayclusters/{self.ray_cluster}")["spec"]["workerGroupSpecs"][0]
-        limits = spec["template"]["spec"]["containers"][0]["resources"]["limits"]
-        count = {name: int(limits.get(name, 0)) for name in ("nvidia.com/gpu", "vpc.amazonaws.com/efa")}
-        most = int(spec["maxReplicas"])
-        return Workers(
-            least=int(spec["minReplicas"]), most=most, cpu=1, memory=str(limits["memory"]), gpus=count["nvidia.com/gpu"], efa=count["vpc.amazonaws.com/efa"]
-        )
-
-    def run_to_the_end(self, submission_id: str, made: Submission) -> tuple[RayJob, str]:
-        """Submits a job, waits for its end and returns it with its log. Stopped where this process is."""
-        jobs = self.ray()
-        jobs.submit(submission_id, *made)
-        try:
-            ended = follow.follow(jobs, submission_id, _silent)
-        except BaseException:
-            with contextlib.suppress(Refused):
-                jobs.stop(submission_id)
-            raise
-        return ended, jobs.log(submission_id)
-
-    def tcp_judged_as_efa(self, run: str, number: int, workers: Workers) -> prove.Result:
-        """What the gate makes of a run over sockets that claims to be over EFA: NCCL's own words of every rank, judged again."""
-        selector = f"ray.io/cluster={self.ray_cluster},ray.io/node-type=worker"
-        texts: list[str] = []
-        for pod in self.kube.items(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector):
-            name = str(pod["metadata"]["name"])
-            texts.append(self.kube.run(self.namespace, name, "ray-worker", ["sh", "-c", 'cat /tmp/nccl-logs-*/nccl."$0".attempt-1.rank-*.log', run]))
-        verdict = judge(evidence.read_text("\n".join(texts), run), Expectation("efa", hosts=workers.most, ranks=workers.ranks), run=run)
-        said = f"{verdict.line()}" + (f"; {verdict.reasons[0].where}: {verdict.reasons[0].saw}" if verdict.reasons else "")
-        return prove.Result("tcp, claimed efa", number, run, prove.REFUSE, verdict.outcome == "fail", verdict.observed, verdict.outcome, None, None, said)
-
-    def run_name(self) -> str | None:
-        """The name of the run that the training job works on; None before it said so."""
-        job = self.job()
-        if job is None or job.submission_id is None:
-            return None
-        return job_log.read(self.ray().log(job.submission_id)).run
-
-    def ray(self) -> RayJobs:
-        """Ray's job API. The head is looked up at each connection, for it may have been replaced."""
-        if self._ray is None:
-            token = kube.ray_token(self.kube, self.namespace, self.ray_cluster)
-            self._ray = RayJobs(lambda: self.kube.forward(self.namespace, self.head(), PORT), token)
-        return self._ray
-
-    def job(self) -> Job | None:
-        """The training job: Ray's word where Ray has one, else the RayJob's."""
-        if not self.job_name:
-            return None
-        found = self.optional(f"/apis/ray.io/v1/namespaces/{self.namespace}/rayjobs/{self.job_name}")
-        if found is None:
-            return None
-        status = found.get("status") or {}
-        job = Job(
-            name=str(self.job_name),
-            submission_id=status.get("jobId") or None,
-            state=status.get("jobStatus") or ("FAILED" if status.get("jobDeploymentStatus") in ("Failed", "ValidationFailed") else "WAITING"),
-            message=str(status.get("message") or status.get("reason") or ""),
-            started=_time(status.get("startTime")),
-            ended=_time(status.get("endTime")),
-        )
-        if job.submission_id is None:
-            return job
-        try:
-            own = self.ray().get(job.submission_id)
-        except Refused:
-            return job
-        return dataclasses.replace(
-            job, state=own.state, message=own.message, exit_code=own.exit_code, started=_at(own.started) or job.started, ended=_at(own.ended) or job.ended
-        )
-
-    def waited_for(self, patient: bool, note: Say) -> Job:
-        """The job once Ray has it; without patience as it is. Raises BadInput where there is none."""
-        began, told = time.monotonic(), 0.0
-        while True:
-            job = self.job()
-            if job is None:
-                raise BadInput("there is no training job: `python -m ops train` starts one")
-            if not patient or job.over or (job.submission_id and job.state != "WAITING"):
-                return job
-            if time.monotonic() - told > 30:
-                told = time.monotonic()
-                note(f"waiting for Ray to take the job since {told - began:.0f} s (`python -m ops explain` says what it waits for)")
-            time.sleep(POLL_SECONDS)
-
-    def end_without_ray(self, job: Job, note: Say, reason: str) -> Job:
-        """Waits for the RayJob's own end, where Ray has forgotten the job."""
-        note(f"{reason}; waiting for the operator's word")
-        end = time.monotonic() + follow.GIVE_UP_SECONDS
-        while time.monotonic() < end:
-            found = self.optional(f"/apis/ray.io/v1/namespaces/{self.namespace}/rayjobs/{job.name}")
-            status = (found or {}).get("status") or {}
-            if found is None or status.get("jobDeploymentStatus") in ("Complete", "Failed") or status.get("jobStatus") in ENDED:
-                state = status.get("jobStatus") if status.get("jobStatus") in ENDED else "FAILED"
-                return dataclasses.replace(job, state=str(state), message=str(status.get("message") or reason))
-            time.sleep(5)
-        return dataclasses.replace(job, state="FAILED", message=f"{reason}; the Ray head was lost with the job. `python -m ops train` starts it again")
-
-    def delete_job(self, job_name: str) -> None:
-        """Removes the RayJob, which Ray does not have yet."""
-        with contextlib.suppress(kube.NotThere):
-            self.kube.ask("DELETE", f"/apis/ray.io/v1/namespaces/{self.namespace}/rayjobs/{job_name}")
-
-
-# ---- reading the engine's state
-
-
-def _real(resources: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What stands for something that exists: no stack, component or provider."""
-    return [found for found in resources if found.get("custom") and not str(found["type"]).startswith("pulumi:")]
-
-
-def _kubernetes(resource: Mapping[str, Any]) -> bool:
-    return str(resource["type"]).startswith(KUBERNETES)
-
-
-def _account(resources: Sequence[Mapping[str, Any]]) -> str | None:
-    """The AWS account that the state's ARNs name."""
-    for resource in resources:
-        if found := re.match(r"arn:aws[a-z-]*:[^:]*:[^:]*:(\d{12}):", str((resource.get("outputs") or {}).get("arn") or "")):
-            return found[1]
-    return None
-
-
-def _failed_group(resource: Mapping[str, Any]) -> bool:
-    """A node group that is recorded, and never came up."""
-    failed = (resource.get("outputs") or {}).get("status") == "CREATE_FAILED" or bool(resource.get("initErrors"))
-    return resource["type"] == "aws:eks/nodeGroup:NodeGroup" and failed
-
-
-def _is_job(resource: Mapping[str, Any]) -> bool:
-    return str(resource["type"]).endswith(":RayJob")
-
-
-def _outputs(resources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return next((dict(found.get("outputs") or {}) for found in resources if found["type"] == "pulumi:pulumi:Stack"), {})
-
-
-def _up_since(resources: Sequence[Mapping[str, Any]]) -> datetime.datetime | None:
-    made = [found for found in (_time(resource.get("created")) for resource in _real(resources)) if found]
-    return min(made, default=None)
-
-
-def _time(text: Any) -> datetime.datetime | None:
-    if not text:
-        return None
-    try:
-        found = datetime.datetime.fromisoformat(str(text).replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
-
-
-def _stop_time(text: Any) -> datetime.datetime | None:
-    return _time(text) if isinstance(text, str) and text[:1].isdigit() else None
-
-
-def _at(seconds: float | None) -> datetime.datetime | None:
-    return None if seconds is None else datetime.datetime.fromtimestamp(seconds, datetime.UTC)
