@@ -29,6 +29,14 @@ class Stuck(Exception):
     """What is waited for will not come; the text says why, and what to do."""
 
 
+class Gone(Stuck):
+    """Stuck for a cause that is known."""
+
+    def __init__(self, cause: diagnosis.Cause) -> None:
+        super().__init__(cause.text)
+        self.cause = cause
+
+
 @dataclasses.dataclass
 class Cluster:
     """The Kubernetes API as the stack reaches it. kubeconfig: its text, None for the user's own; context: which one of it."""
@@ -89,9 +97,8 @@ async def settle(
         try:
             moment = await look()
         except OSError as error:
-            moment = diagnosis.Moment(
-                False, "the Kubernetes API does not answer", (diagnosis.Cause("api", f"the Kubernetes API does not answer: {error}", UNREACHABLE),)
-            )
+            silent = "the Kubernetes API does not answer"
+            moment = diagnosis.Moment(False, silent, (diagnosis.Cause("api", f"{silent}: {error}", UNREACHABLE),))
         now = clock()
         if moment.ready:
             return moment
@@ -105,14 +112,6 @@ async def settle(
             said = moment.text
             say(f"{said}, {now - began:.0f} s")
         await pause(PAUSE)
-
-
-class Gone(Stuck):
-    """Stuck for a cause that is known."""
-
-    def __init__(self, cause: diagnosis.Cause) -> None:
-        super().__init__(cause.text)
-        self.cause = cause
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
