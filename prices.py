@@ -97,6 +97,6 @@ def over_budget(stack: Stack, bill: Bill) -> str | None:
     if bill.unknown:
         return (
             f"ray-train-efa:budget.maxHourlyUsd = {limit:g} can't be held: no price of {', '.join(bill.unknown)} in prices.json;"
-            " run `python -m ops cost --refresh`, or take the limit out"
+            " run `python -m ops cost STACK --refresh`, or take the limit out"
         )
     return None
