@@ -268,7 +268,7 @@ def show_spent(output: Output, spent: costs.Spent) -> None:
 
 
 def leftovers(
-    stack: Annotated[str, typer.Argument(metavar="[STACK]", help="Name of the stack: dev means Pulumi.dev.yaml.", show_default=False)] = "",
+    stack: Annotated[str, typer.Argument(metavar="STACK", help="Name of the stack: dev means Pulumi.dev.yaml.", show_default=False)] = "",
     everything: Annotated[bool, typer.Option("--all", help="Every stack of this project, in every region of the account.")] = False,
     delete: Annotated[bool, typer.Option("--delete", help="Show what would be deleted, ask, and delete it: only what carries the stack's tags.")] = False,
     yes: YesOption = False,
