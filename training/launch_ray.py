@@ -30,6 +30,7 @@ from training.world import backend, look_around
 
 # Ten to twenty seconds without an answer: longer than a network's hiccup, shorter than Ray's own patience.
 GUARD_SECONDS, GUARD_FAILURES = 2.0, 5
+HEAD_LOST = "the Ray head was lost (its pod or its node was stopped); start the same job again to go on from the last checkpoint"
 
 
 @contextlib.contextmanager
@@ -131,7 +132,8 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
         ray.train.report(dict(metrics), checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
 
     world = look_around(ray.train.torch.get_device())
-    hooks = worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint, _guard)
+    head = _head()
+    hooks = worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint, functools.partial(_blame, head), functools.partial(_guard, head))
     try:
         return {"summary": worker.run_rank(settings, world, hooks)}
     except JobError as error:
@@ -139,12 +141,20 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": {"exit_code": error.exit_code, "text": str(error)}}
 
 
-@contextlib.contextmanager
-def _guard(lost: Callable[[str], None]) -> Iterator[None]:
-    """Watches the head while this process trains. Ray ends the workers of a lost head half a minute later, and none could say why it ended."""
+def _head() -> tuple[str, int]:
+    """Where the head listens: the address and not the name, which soon belongs to a new head that knows nothing of this run."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    # The address and not the name, which soon belongs to a new head that knows nothing of this run.
-    head = (socket.gethostbyname(host), int(port))
+    return socket.gethostbyname(host), int(port)
+
+
+def _blame(head: tuple[str, int]) -> str | None:
+    """Without its head, whatever a worker asks of Ray fails, in words that tell of an actor or a peer."""
+    return None if _listens(head) else HEAD_LOST
+
+
+@contextlib.contextmanager
+def _guard(head: tuple[str, int], lost: Callable[[str], None]) -> Iterator[None]:
+    """Watches the head while this process trains. Ray ends the workers of a lost head half a minute later, and none could say why it ended."""
     over = threading.Event()
 
     def watch() -> None:
@@ -153,7 +163,7 @@ def _guard(lost: Callable[[str], None]) -> Iterator[None]:
             failures = 0 if _listens(head) else failures + 1
             if failures == GUARD_FAILURES:
                 try:
-                    lost("the Ray head was lost (its pod or its node was stopped); start the same job again to go on from the last checkpoint")
+                    lost(HEAD_LOST)
                 finally:
                     os._exit(EXIT_TRAINING_FAILED)
 

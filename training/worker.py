@@ -39,11 +39,13 @@ JUDGE_EVERY_SECONDS = 600.0
 class Hooks:
     """What a launcher gives its workers. ``say`` speaks to the person (rank 0 only calls it); ``on_metrics`` gets rank 0's lines;
     ``on_checkpoint(step, metrics)`` is called on every rank after a checkpoint was begun; ``guard(lost)`` is entered by rank 0 while it
-    trains: where the launcher finds that nobody is left to hear of this run's end, it calls ``lost(reason)`` and ends the process."""
+    trains: where the launcher finds that nobody is left to hear of this run's end, it calls ``lost(reason)`` and ends the process.
+    ``blame()`` tells what the launcher knows of the cause of a failure, None where it knows nothing."""
 
     say: Callable[[str], None]
     on_metrics: Callable[[Mapping[str, float]], None] = lambda _: None
     on_checkpoint: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None
+    blame: Callable[[], str | None] = lambda: None
     guard: Callable[[Callable[[str], None]], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
 
 
@@ -222,8 +224,9 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         error = network.explain(raised)
         if record is not None:
             reason = f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
+            blamed = None if isinstance(error, JobError) else hooks.blame()
             with contextlib.suppress(OSError):  # the storage may be what failed; the error itself must be the one that is told
-                record.close("failed", step_done, reason)
+                record.close("failed", step_done, f"{blamed}. {reason}" if blamed else reason)
         raise error from raised if error is not raised else None
     finally:
         guards.close()

@@ -71,8 +71,12 @@ class Stack:
             else:
                 shutil.copy(source, self.project / name)
         (self.project / ".venv-pulumi").symlink_to(sys.prefix)  # where Pulumi.yaml says the interpreter is
+        # A copy, for the engine keeps its path, and a test may make it point nowhere.
+        (self.home / "kubeconfig").write_text(Path(os.environ["KUBECONFIG"]).read_text())
+        (self.home / "kubeconfig").chmod(0o600)
         self.environment = {
             **os.environ,
+            "KUBECONFIG": f"{self.home}/kubeconfig",
             "PATH": PATH,
             "PULUMI_BACKEND_URL": f"file://{self.home}/state",
             "PULUMI_CONFIG_PASSPHRASE": "test",

@@ -99,13 +99,12 @@ def test_a_stack_whose_kubernetes_is_gone_is_destroyed_all_the_same(stack: Stack
     """The rescue of docs/kubernetes.md. The API server is only out of reach here, so the state is put back afterwards."""
     kept = stack.home / "state.json"
     stack.pulumi("stack", "export", "--file", str(kept))
-    reachable = stack.environment["KUBECONFIG"]
-    away = yaml.safe_load(Path(reachable).read_text())
+    file = Path(stack.environment["KUBECONFIG"])
+    reachable = file.read_text()
+    away = yaml.safe_load(reachable)
     for cluster in away["clusters"]:
         cluster["cluster"]["server"] = "https://127.0.0.1:1"
-    (stack.home / "away").write_text(yaml.safe_dump(away))
-    (stack.home / "away").chmod(0o600)
-    stack.environment["KUBECONFIG"] = str(stack.home / "away")
+    file.write_text(yaml.safe_dump(away))
     try:
         assert "127.0.0.1:1" in stack.pulumi("destroy", "--yes", "--skip-preview", code=255)
         (provider,) = re.findall(r"urn:.*pulumi:providers:kubernetes::.*-kubernetes$", stack.pulumi("stack", "--show-urns"), re.MULTILINE)
@@ -113,7 +112,7 @@ def test_a_stack_whose_kubernetes_is_gone_is_destroyed_all_the_same(stack: Stack
         stack.destroy()
         assert json.loads(stack.pulumi("stack", "export"))["deployment"].get("resources", []) == []
     finally:
-        stack.environment["KUBECONFIG"] = reachable
+        file.write_text(reachable)
         stack.pulumi("stack", "import", "--file", str(kept), "--force")
 
 
