@@ -13,10 +13,10 @@ from benchmarks import converge, speed
 def test_one_round_of_ours_and_of_what_others_would_run_ends_in_a_table_a_file_and_a_picture(tmp_path):
     output = tmp_path / "speed.json"
     command = [sys.executable, "-m", "benchmarks.speed", "--output", str(output), "--rounds", "1", "--model", "tiny", "--length", "64", "--rows", "2", "2"]
-    done = subprocess.run([*command, "--only", "ours", "hf", "sample"], capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run([*command, "--only", "ours", "fsdp2"], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(output.read_text())["results"]
-    assert [r["name"] for r in results] == ["ours", "sample", "hf"]
+    assert [r["name"] for r in results] == ["ours", "fsdp2"]
     assert all(r["median"] > 0 for r in results)
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     subprocess.run([sys.executable, "-m", "benchmarks.speed", "--draw", str(output)], check=True)
@@ -24,7 +24,7 @@ def test_one_round_of_ours_and_of_what_others_would_run_ends_in_a_table_a_file_a
 
 
 def test_a_measurement_that_fails_is_shown_as_failed_and_not_left_out():
-    failed = speed.run(["benchmarks.peers", "hf", "--model", "no-such-model"], 120)
+    failed = speed.run(["benchmarks.peers", "fsdp2", "--model", "no-such-model"], 120)
     assert "no-such-model" in failed["error"]
     result = speed.summary("hf", "Trainer", [failed, {"tokensPerSecond": 10.0, "gib": 1.0}])
     assert result["median"] == 10.0

@@ -47,6 +47,7 @@ class Case:
     asynchronous: bool = False
     resume: bool = False
     keep: int = 2
+    blocks: str = "plain"
 
     @property
     def settings(self) -> Settings:
@@ -89,7 +90,7 @@ def build(world: World, case: Case) -> tuple[Any, Any, torch.optim.AdamW]:
     """(configuration, sharded model with the seed's weights, optimizer)."""
     config = model.load_config(case.settings.model, VOCABULARY)
     net = model.build_empty(config)
-    parallel.prepare_blocks(net, case.recompute, Pieces("plain", False, "as set"))
+    parallel.prepare_blocks(net, case.recompute, Pieces(case.blocks, False, "as set"))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     parallel.shard(
         net,

@@ -113,7 +113,8 @@ class _Block(torch.autograd.Function):
         w = Weights(*cast(Any, weights))
         x = hidden.reshape(-1, hidden.shape[-1])
         kept, act, down = _forward(x, w, how)
-        y = how.mm.forward(act, down).add_(kept.x_2)
+        # A tensor of its own and not a view: FSDP hangs the hook that gathers the weights for the backward pass on it.
+        y = torch.add(how.mm.forward(act, down).view(hidden.shape), kept.x_2.view(hidden.shape))
         # Not by save_for_backward: operands may be more than tensors. Weights that FSDP frees and gathers again keep their identity.
         ctx.how, ctx.x, ctx.w = how, x, w
         if how.recompute == "none":
@@ -122,7 +123,7 @@ class _Block(torch.autograd.Function):
             ctx.kept = kept._replace(h_1=None, h_2=None, act=kept.act if how.mm.keeps_activation else None)
         else:
             ctx.kept = None
-        return y.view(hidden.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
