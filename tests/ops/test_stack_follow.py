@@ -93,9 +93,9 @@ def test_any_series_of_cuts_gives_the_whole_log_once(cuts: list[int], rest: str)
 
 
 def test_a_stream_that_dies_without_a_word_is_noticed_and_repeats_nothing(ray: FakeRay) -> None:
-    """The connection stays open and silent, and the first question about it is cut off as well."""
+    """The connection stays open and silent, and the question about it is cut off as well."""
     ray.silent_streams = 2
-    ray.hang_ups = ["/logs"]
+    ray.hang_ups = ["/logs", "/logs"]  # one for each: nothing else would end a stream of a log that does not grow
     ends: list[int] = []
 
     def ended(fake: FakeRay) -> None:
