@@ -161,7 +161,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
                 room.check(net, settings, world, job.folder, size=choice.micro_batch, length=job.sequence_length, rows=all_rows, reshard=choice.reshard)
             for block in products:
                 block.forget()
-        say(_opening(job, world, choice, pieces, net))
+        say(_opening(job, world, choice, net))
+        say(str(pieces))
 
         rows = settings.tokens_per_step // job.sequence_length
         eval_rows = min(settings.eval_rows, job.data.rows("eval"))
@@ -380,12 +381,12 @@ def _mfu(line: StepMetrics, job: Checked, world: World) -> float | None:
     return mfu(line.tokens_per_second_per_gpu, _shape(job), job.sequence_length, peak)
 
 
-def _opening(job: Checked, world: World, choice: plan.Choice, pieces: Pieces, net: Any) -> str:
+def _opening(job: Checked, world: World, choice: plan.Choice, net: Any) -> str:
     parameters = sum(p.numel() for p in net.parameters())
     hosts = f"{len(world.hosts)} host" + ("s" if len(world.hosts) > 1 else "")
     return (
         f"run {job.run}: {job.config.model_type}, {parameters / 1e6:,.1f} M parameters, {world.size} x {world.device.type} on {hosts}; "
-        f"{choice.parallel}, {'resharding' if choice.reshard else 'no resharding'}, {pieces}, recompute {choice.activation_checkpointing}, "
+        f"{choice.parallel}, {'resharding' if choice.reshard else 'no resharding'}, recompute {choice.activation_checkpointing}, "
         f"{job.settings.tokens_per_step // job.sequence_length} rows of {job.sequence_length} a step in micro-batches of {choice.micro_batch}"
     )
 

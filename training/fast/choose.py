@@ -24,7 +24,7 @@ class Pieces:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.blocks} blocks{' in fp8' if self.fp8 else ''} ({self.why})"
+        return f"{self.blocks} blocks{' in fp8' if self.fp8 else ''}: {self.why}"
 
 
 def choose(config: Any, device: torch.device, blocks: str, precision: str, row_length: int, document_mask: bool) -> Pieces:
