@@ -459,7 +459,8 @@ def choose(
 
     if cluster.machine.is_cpu:
         usual = Choice("fsdp", False, "fp32", "none", min(math.ceil(rows / cluster.world), max(1, 4096 // sequence_length)))
-        decided = dataclasses.replace(usual, **{k: v for k, v in dataclasses.asdict(fixed).items() if v is not None and k != "micro_batch_below"})
+        parts = {f.name: getattr(fixed, f.name) for f in dataclasses.fields(Choice)}
+        decided = dataclasses.replace(usual, **{name: value for name, value in parts.items() if value is not None})
         return decided, [candidate(decided)]
 
     # On one host, or with one GPU a host, hsdp is fsdp or plain replication by another name.

@@ -31,7 +31,9 @@ class DoesNotFit(RuntimeError):
     """A planned micro-batch that did not fit: the next start of the run takes a smaller one."""
 
 
-def check(net: Any, settings: Settings, world: World, folder: Place, *, size: int, length: int, rows: int, reshard: bool) -> None:
+def check(
+    net: Any, optimizer: torch.optim.Optimizer, settings: Settings, world: World, folder: Place, *, size: int, length: int, rows: int, reshard: bool
+) -> None:
     """Tries ``size`` rows of ``length`` tokens with everything that a step holds; a collective.
 
     That is: gradients of an earlier micro-batch, if ``rows`` of a step make several, and AdamW's two moments. What does not fit is written
@@ -41,7 +43,7 @@ def check(net: Any, settings: Settings, world: World, folder: Place, *, size: in
 
     def work() -> None:
         try:
-            _one_step(net, settings, world, size, length, several=size * world.size < rows, reshard=reshard)
+            _one_step(net, optimizer, settings, world, size, length, several=size * world.size < rows, reshard=reshard)
         except torch.OutOfMemoryError as error:
             said = f"{size} rows of {length} tokens (microBatch) do not fit the GPU's memory; this was tried before the first step"
             if settings.micro_batch is not None:
@@ -55,8 +57,13 @@ def check(net: Any, settings: Settings, world: World, folder: Place, *, size: in
         torch.cuda.reset_peak_memory_stats(world.device)
 
 
-def _one_step(net: Any, settings: Settings, world: World, size: int, length: int, *, several: bool, reshard: bool) -> None:
-    moments = [torch.empty_like(p.to_local()) for p in net.parameters() for _ in range(2)]
+def missing_moments(net: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Room for AdamW's two moments of this rank's shards, but for those that a resumed run has already."""
+    return [torch.empty_like(p.to_local()) for p in net.parameters() if not optimizer.state.get(p) for _ in range(2)]
+
+
+def _one_step(net: Any, optimizer: torch.optim.Optimizer, settings: Settings, world: World, size: int, length: int, *, several: bool, reshard: bool) -> None:
+    moments = missing_moments(net, optimizer)
     tokens = torch.zeros(size, length, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
     labels[:, 0] = 0

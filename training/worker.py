@@ -155,16 +155,15 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             model.fill(net, weights, world)
             del weights
         model.check_master_weights(net)
+        rows = settings.tokens_per_step // job.sequence_length
         if world.device.type == "cuda":
-            all_rows = settings.tokens_per_step // job.sequence_length
             with preferred_kernels():
-                room.check(net, settings, world, job.folder, size=choice.micro_batch, length=job.sequence_length, rows=all_rows, reshard=choice.reshard)
+                room.check(net, optimizer, settings, world, job.folder, size=choice.micro_batch, length=job.sequence_length, rows=rows, reshard=choice.reshard)
             for block in products:
                 block.forget()
         say(_opening(job, world, choice, net))
         say(str(pieces))
 
-        rows = settings.tokens_per_step // job.sequence_length
         eval_rows = min(settings.eval_rows, job.data.rows("eval"))
         latest: dict[str, float] = {}
         began, first = time.monotonic(), start_step
