@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.speed import card
 from training import loop, model, parallel
 from training.data import MicroBatch, Step
 from training.fast.attention import preferred_kernels
-from training.fast.choose import choose
+from training.fast.choose import Pieces, choose
 from training.flops import ModelShape, mfu
 from training.plan import Choice, Cluster, estimate, machine, this_machine
 from training.record import StepMetrics
@@ -63,27 +64,33 @@ def draw(net: Any, seed: int) -> None:
                 local.fill_(1.0 if "norm" in name else 0.0)
 
 
+def build(world: World, variant: dict[str, Any], settings: Settings, choice: Choice, size: str, length: int) -> tuple[Any, Any, Pieces, torch.optim.AdamW]:
+    """The sharded model with random weights, its configuration, how its blocks are computed, and the optimizer."""
+    config = model.load_config(settings.model, int(NAMED_SIZES[size]["vocab_size"]))
+    precision = str(variant.get("precision", "auto"))
+    pieces = choose(config, world.device, str(variant.get("blocks", "auto")), precision, length, document_mask=False)
+    net = model.build_empty(config)
+    parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
+    compute_dtype = torch.float32 if precision == "fp32" or world.device.type != "cuda" else torch.bfloat16
+    reduce_dtype = torch.bfloat16 if choice.reduce_dtype == "bf16" else torch.float32
+    parallel.shard(net, parallel.make_mesh(world, choice.parallel), reshard=choice.reshard, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    model.allocate(net, world.device)
+    draw(net, 0)
+    return net, config, pieces, loop.make_optimizer(net, settings)
+
+
 def measure(world: World, variant: dict[str, Any], size: str, length: int, lines: int, profile_to: Path | None) -> dict[str, Any]:
     """Trains ``(lines + 1) * BESIDE`` steps and returns what was seen."""
     micro_batch, recompute = int(variant.get("microBatch", 16)), str(variant.get("recompute", "none"))
-    rows, reshard = int(variant.get("rows", micro_batch)), bool(variant.get("reshard", False))
+    rows = int(variant.get("rows", micro_batch))
     count = (lines + 1) * BESIDE
     settings = Settings(
         data="random", model=ModelSettings(random=size), steps=count, tokens_per_step=rows * length, log_every=BESIDE, checkpoint_every=10**9,
         loss_chunk=int(variant.get("lossChunk", Settings.loss_chunk)), warmup_steps=0, learning_rate=1e-5,
     )  # fmt: skip
-    config = model.load_config(ModelSettings(random={**NAMED_SIZES[size]}), int(NAMED_SIZES[size].get("vocab_size", 1024)))
-    precision = str(variant.get("precision", "auto"))
-    pieces = choose(config, world.device, str(variant.get("blocks", "auto")), precision, length, document_mask=False)
-    net = model.build_empty(config)
-    parallel.prepare_blocks(net, recompute, pieces)
     on_gpu = world.device.type == "cuda"
-    dtype = torch.float32 if precision == "fp32" or not on_gpu else torch.bfloat16
-    reduce_dtype = torch.bfloat16 if variant.get("reduce") == "bf16" else torch.float32
-    parallel.shard(net, parallel.make_mesh(world, "fsdp"), reshard=reshard, compute_dtype=dtype, reduce_dtype=reduce_dtype)
-    model.allocate(net, world.device)
-    draw(net, 0)
-    optimizer = loop.make_optimizer(net, settings)
+    choice = Choice("fsdp", bool(variant.get("reshard", False)), str(variant.get("reduce", "fp32")), recompute, micro_batch)
+    net, config, pieces, optimizer = build(world, variant, settings, choice, size, length)
     seen: list[StepMetrics] = []
     profiler: Any = None
 
@@ -102,7 +109,7 @@ def measure(world: World, variant: dict[str, Any], size: str, length: int, lines
     began = time.perf_counter()
     with preferred_kernels():
         batches = steps(rows, micro_batch, length, config.vocab_size, count)
-        loop.train(net, optimizer, batches, settings, world, last_step=count, reshard=reshard, on_line=seen.append, after_step=after_step)
+        loop.train(net, optimizer, batches, settings, world, last_step=count, reshard=choice.reshard, on_line=seen.append, after_step=after_step)
     speeds = [line.tokens_per_second_per_gpu for line in seen[1 : -1 if profile_to else None]]
     shape = ModelShape.of(config.to_dict())
     result = {
@@ -131,16 +138,8 @@ def pretend(ranks: int, variant: dict[str, Any], size: str, length: int) -> dict
     micro_batch, accumulated = int(variant.get("microBatch", 1)), int(variant.get("accumulation", 2))
     tokens = micro_batch * accumulated * ranks * length
     settings = Settings(data="random", model=ModelSettings(random=size), tokens_per_step=tokens)
-    config = model.load_config(settings.model, int(NAMED_SIZES[size]["vocab_size"]))
-    pieces = choose(config, device, str(variant.get("blocks", "auto")), str(variant.get("precision", "auto")), length, document_mask=False)
-    net = model.build_empty(config)
     choice = Choice("fsdp", bool(variant.get("reshard", False)), str(variant.get("reduce", "fp32")), str(variant.get("recompute", "none")), micro_batch)
-    parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
-    reduce_dtype = torch.bfloat16 if choice.reduce_dtype == "bf16" else torch.float32
-    parallel.shard(net, parallel.make_mesh(world, "fsdp"), reshard=choice.reshard, compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    model.allocate(net, device)
-    draw(net, 0)
-    optimizer = loop.make_optimizer(net, settings)
+    net, config, pieces, optimizer = build(world, variant, settings, choice, size, length)
     for step in steps(micro_batch * accumulated, micro_batch, length, config.vocab_size, 2):
         loop.forward_backward(net, step, settings, world, choice.reshard)
         loop.clip(net, 1.0)
@@ -149,14 +148,6 @@ def pretend(ranks: int, variant: dict[str, Any], size: str, length: int) -> dict
     planned = estimate(ModelShape.of(config.to_dict()), Cluster(ranks, 1, machine("l4")), choice, tokens, length, settings.loss_chunk).memory
     seen = round(loop.peak_memory_gib(device), 2)
     return {**variant, "ranks": ranks, "pieces": str(pieces), "gib": seen, "planned": round(planned.total - planned.overhead, 2)}
-
-
-def card() -> str:
-    """Temperature, clock and power of the GPU, as it is right after the work."""
-    import subprocess
-
-    query = ["nvidia-smi", "--query-gpu=temperature.gpu,clocks.sm,power.draw", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()[0]
 
 
 def kernels_of(profiler: Any, folder: Path) -> dict[str, float]:
