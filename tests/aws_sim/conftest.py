@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import versions
+from tests import tiers
 from tests.aws_sim.api_server import Inhabitants, Kubernetes, charts, running
 from tests.aws_sim.simulated import Account, missing
 
@@ -18,12 +18,7 @@ TRAINING = {"run": True, "model": {"random": "tiny"}, "data": "s3://data/prepare
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = missing()
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.aws_sim)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    tiers.mark(items, __file__, "aws_sim", missing())
 
 
 class Accounts:

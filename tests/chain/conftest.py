@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests import tiers
 from tests.chain.lab import missing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = missing()
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.chain)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    tiers.mark(items, __file__, "chain", missing())

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from real import Stack, missing
 
+from tests import tiers
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = missing()
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.cluster)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    tiers.mark(items, __file__, "cluster", missing())
 
 
 @pytest.fixture(scope="module")
