@@ -106,6 +106,32 @@ class Settings:
         600, "Seconds after which a stuck collective ends the run; PyTorch's own default of 1800 bills half an hour for nothing.", at_least=10
     )
 
+    hang_factor: float = setting(
+        10.0,
+        "A step that takes this many times the median of the last ones (and hangFloor at least) is a hang: every rank leaves its stacks in the"
+        " run's folder, the rank that is late is named, and the run fails, to be restarted (maxFailures). 0: never; a stuck collective then ends it.",
+        at_least=0,
+    )
+    hang_floor: int = setting(
+        180,
+        "Seconds without a step that are no hang yet, however short steps are: what compiles anew or reads from a slow store needs them."
+        " Evaluations, checkpoints and the export don't count. Below collectiveTimeout, or that comes first.",
+        at_least=1,
+    )
+    on_divergence: str = setting(
+        "stop",
+        "At a loss, gradient or weight that is not finite, or a spike: stop, or go back to the last checkpoint (the start, where there is none) and on"
+        " from there with other rows: those of the steps since are left out, in this run and in each restart of it.",
+        choices=("stop", "rollback"),
+    )
+    spike_factor: float = setting(
+        0.0,
+        "A logged loss is a spike where it exceeds the median of the last ones by this many standard deviations (estimated robustly, from the median"
+        " absolute deviation); 8 is careful. 0: never, because most spikes pass by themselves, and text that changes its kind looks like one.",
+        at_least=0,
+    )
+    max_rollbacks: int = setting(3, "Times that one start of the run goes back before it stops after all.", at_least=0)
+
     log_every: int = setting(10, "Steps between two lines of metrics.jsonl.", at_least=1)
     eval_every: int = setting(0, "Steps between evaluations on the held-out rows; 0: at the end only.", at_least=0)
     eval_rows: int = setting(256, "Held-out rows in an evaluation at most; 0: no evaluation.", at_least=0)
@@ -147,7 +173,7 @@ def not_divisible(tokens_per_step: int, sequence_length: int) -> str:
 FREE_TO_CHANGE = frozenset(
     """run storage data sequenceLength steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing blocks lossChunk
     workers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport
-    nicsPerHost gpuDirect""".split()
+    nicsPerHost gpuDirect hangFactor hangFloor onDivergence spikeFactor maxRollbacks""".split()
 )
 
 
