@@ -1,8 +1,11 @@
 """``python -m training.prepare``: from text to shards of tokens that a training job maps into memory.
 
-The text is read and tokenised by tasks of Ray Data; this process packs what they return, in order, into shards. The same
-sources and settings give the same bytes, whatever the number of CPUs. The manifest is written last: a folder without one
-is unfinished, and the next start replaces it.
+The text is read and tokenised by Ray's tasks, or by this process alone; this process packs what they return, in order, into
+shards. The same sources and settings give the same bytes, whatever the number of CPUs. The manifest is written last: a folder
+without one is unfinished, and the next start replaces it.
+
+Tasks of Ray's core and not Ray Data: the autoscaler of Ray Data 2.58 asks for a node of each kind that the cluster knows, GPU nodes
+included, as soon as its CPUs are busy (ray/data/_internal/cluster_autoscaler/default_cluster_autoscaler_v2.py), and those bill.
 """
 
 from __future__ import annotations
@@ -12,84 +15,55 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
-import pickle
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import filelock
-import numpy as np
 
 from training import data, packing, schema, sources, tokenizer
 from training.data import Manifest, Source
 from training.errors import EXIT_DONE, BadInput, JobError, TrainingFailed
 from training.packing import ShardWriter, Split
-from training.schema import setting
-from training.sources import SUFFIXES
+from training.prepare_settings import NOT_DECIDING, PrepareSettings, asked_vocabulary
 from training.storage import Place, place, redacted
+from training.tokenizer import Encoded
 
 if TYPE_CHECKING:
-    import pyarrow
     from transformers import PreTrainedTokenizerFast
 
 LOCK = ".prepare.lock"
 TRAIN_BYTES = 256 * 2**20  # of text are enough to learn a vocabulary from; a larger corpus is sampled evenly
 _SAY_EVERY = 2.0  # seconds
 OBJECT_STORE_BYTES = 512 * 2**20  # of a Ray of our own: what is tokenised but not yet packed waits there
-_BLOCK_BYTES = 8 * 2**20  # of tokens in one object of Ray's store
+_AHEAD = 16  # batches of about 2**20 characters that a task may be ahead of the packing: one piece, and not all of a large compressed file
+_RETRIES = 5  # of a task whose worker or node was lost
+_LEAST_TASKS = 4  # in flight, so that a cluster whose CPU nodes start on demand sees a demand
+_WAITING_SECONDS = 20.0
 
 
-@dataclasses.dataclass(frozen=True)
-class PrepareSettings:
-    """What decides the rows. Lengths are in tokens."""
-
-    sources: tuple[str, ...] = setting(
-        doc="Text files (one document each), JSON lines (.jsonl, .json, gzipped or not), .parquet, folders of these, a Hugging Face dataset saved on"
-        " disk; each a path, an s3:// or any other URI that pyarrow or fsspec opens. The word stdlib is the source code of the running Python."
-    )
-    output: str = setting(doc="Folder or URI for the shards, the tokenizer and manifest.json; what `data` of the training job names.")
-    tokenizer: str = setting(
-        doc="A Hugging Face hub id, folder or URI: that of the model to fine-tune. Or train:SIZE, a byte-level BPE with SIZE tokens learnt from the"
-        " sources' training documents (an even sample of 256 MiB of larger ones)."
-    )
-    sequence_length: int = setting(1024, "Tokens in a row.", at_least=2, at_most=2**20)
-    eval_fraction: float = setting(0.01, "Part of the documents held out for evaluation, chosen by a hash of their text. 0: none.", at_least=0, at_most=0.9)
-    text_column: str = setting("text", "Column (or JSON key) with the text; rows where it is empty or null are left out.")
-    suffixes: tuple[str, ...] = setting(SUFFIXES, "Endings of the files to take from a folder. A file that is named itself is taken whatever its ending.")
-    parse_special_tokens: bool = setting(
-        False,
-        "Read the tokenizer's special tokens (<|im_start|> and the like) where the text spells them, as chat data needs. false: they are plain text.",
-    )
-    shard_tokens: int = setting(2**27, "Tokens in a shard at most: 256 MiB at two bytes a token.", at_least=1024)
-    parallelism: int | None = setting(None, "Tokenising tasks at a time, one CPU each. None: as many as Ray has CPUs.", at_least=1)
-
-    def __post_init__(self) -> None:
-        tokenizer.asked_vocabulary(self.tokenizer)
-
-
-# Where and how, not what.
-_NOT_DECIDING = frozenset(("sources", "output", "suffixes", "parallelism", "shardTokens"))
-
-
-def prepare(settings: PrepareSettings, say: Callable[[str], None] = print) -> Manifest:
+def prepare(settings: PrepareSettings, say: Callable[[str], None] = print, launcher: str = "ray") -> Manifest:
     """Tokenises and packs the sources into ``settings.output``, unless that has been done; ``say`` is told what goes on.
 
-    Uses the Ray that is connected, or the cluster in RAY_ADDRESS, or starts one on this machine and stops it afterwards.
+    launcher: ray uses the Ray that is connected, or the cluster in RAY_ADDRESS, or starts one on this machine and stops it
+    afterwards; process does it all in this process, with the same bytes as the result.
     Raises BadInput for sources, tokenizer or output that can't be used as they are, TrainingFailed for a full disk or a
     lost Ray; neither leaves anything that looks finished.
     """
     output = place(settings.output)
     files = sources.find(settings.sources, settings.suffixes)
     files = sources.checked(files, settings.text_column, _reading(say, sum(file.size for file in files)))
-    asked = tokenizer.asked_vocabulary(settings.tokenizer)
+    asked = asked_vocabulary(settings.tokenizer)
     loaded = None if asked else tokenizer.load(settings.tokenizer)
     identities = [_identity(files, number) for number in range(len(settings.sources))]
-    deciding = {key: value for key, value in _shown_settings(settings).items() if key not in _NOT_DECIDING}
+    deciding = {key: value for key, value in _shown_settings(settings).items() if key not in NOT_DECIDING}
     if loaded:
         deciding["tokenizer"] = tokenizer.fingerprint(loaded)
     inputs = hashlib.sha256(json.dumps([data.SCHEMA, deciding, identities], sort_keys=True).encode()).hexdigest()
@@ -100,7 +74,7 @@ def prepare(settings: PrepareSettings, say: Callable[[str], None] = print) -> Ma
             return finished
         _remove_leftovers(output)
         try:
-            return _written(settings, output, files, identities, inputs, loaded or asked, say)
+            return _written(settings, output, files, identities, inputs, loaded or asked, say, launcher)
         except BaseException:
             # Best effort, so that a full disk gets its room back; what is left has no manifest and the next start replaces it.
             with contextlib.suppress(OSError):
@@ -117,6 +91,7 @@ def _written(
     inputs: str,
     how: PreTrainedTokenizerFast | int | None,
     say: Callable[[str], None],
+    launcher: str,
 ) -> Manifest:
     assert how is not None
     groups = sources.plan(files)
@@ -135,13 +110,13 @@ def _written(
     documents = [0] * len(settings.sources)
     progress = _Progress(say, "tokenising", total)
     try:
-        with _ray(say), contextlib.closing(_tokenised(groups, how, dtype, settings)) as rows:
+        with _ray(say) if launcher == "ray" else contextlib.nullcontext(), contextlib.closing(_tokenised(groups, how, dtype, settings, say, launcher)) as rows:
             for row in rows:
-                if row["error"]:
-                    raise BadInput(row["error"])
-                writers["eval" if row["held_out"] else "train"].write(np.frombuffer(row["tokens"], packing.little_endian(dtype)), row["documents"])
-                documents[row["source"]] += row["documents"]
-                progress.more(row["bytes"], f"{sum(writer.tokens for writer in writers.values()):,} tokens")
+                if row.error:
+                    raise BadInput(row.error)
+                writers["eval" if row.held_out else "train"].write(row.tokens, row.documents)
+                documents[row.source] += row.documents
+                progress.more(row.bytes, f"{sum(writer.tokens for writer in writers.values()):,} tokens")
         splits = {split: writer.finish() for split, writer in writers.items()}
     finally:
         for writer in writers.values():
@@ -242,7 +217,7 @@ def _finished(output: Place, settings: PrepareSettings, inputs: str, identities:
     if manifest.inputs == inputs:
         return manifest
     before, now = manifest.settings, _shown_settings(settings)
-    changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if key not in _NOT_DECIDING and before.get(key) != now[key]]
+    changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if key not in NOT_DECIDING and before.get(key) != now[key]]
     if [source.sha256 for source in manifest.sources] != list(identities):
         changed.append("the sources' content")
     raise BadInput(
@@ -364,52 +339,87 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _tokenised(groups: Sequence[Sequence[sources.Piece]], using: PreTrainedTokenizerFast, dtype: str, settings: PrepareSettings) -> Generator[dict[str, Any]]:
-    """Rows of tokenizer.ENCODED, in the order of the sources. Raises TrainingFailed where Ray gives up."""
-    import ray
-    from ray.data import DataContext
-
-    context = DataContext.get_current().copy()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.target_max_block_size = _BLOCK_BYTES
-    encode: Any = functools.partial(  # Any: Ray's annotation of what it accepts leaves out a generator over tables
+def _tokenised(
+    groups: Sequence[Sequence[sources.Piece]],
+    using: PreTrainedTokenizerFast,
+    dtype: str,
+    settings: PrepareSettings,
+    say: Callable[[str], None],
+    launcher: str,
+) -> Generator[Encoded]:
+    """What the sources hold, in their order. Raises TrainingFailed where Ray gives up."""
+    encode = functools.partial(
         tokenizer.encode_group,
-        rules=using.backend_tokenizer.to_str(),
         eos=int(using.eos_token_id),
         dtype=dtype,
         column=settings.text_column,
         eval_fraction=settings.eval_fraction,
         parse_special_tokens=settings.parse_special_tokens,
     )
-    concurrency = settings.parallelism and min(settings.parallelism, len(groups))
-    with DataContext.current(context), _quiet("ray.data"):
-        work = ray.data.from_items([{"group": pickle.dumps(group)} for group in groups], override_num_blocks=len(groups))
-        encoded = work.map_batches(encode, batch_size=1, batch_format="pyarrow", concurrency=concurrency)
-        try:
-            for table in encoded.iter_batches(batch_size=None, batch_format="pyarrow"):
-                yield from _rows(table)
-        except ray.exceptions.RayError as error:
-            raise TrainingFailed(f"Ray stopped tokenising ({' '.join(str(error).split())[:300]}); the output is unfinished, start again") from error
+    rules = using.backend_tokenizer.to_str()
+    if launcher == "process":
+        for group in groups:
+            for rows in encode(group, rules):
+                yield from rows
+    else:
+        yield from _by_tasks(groups, encode, rules, settings, say)
 
 
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+def _by_tasks(
+    groups: Sequence[Sequence[sources.Piece]],
+    encode: Callable[[Sequence[sources.Piece], str], Iterator[list[Encoded]]],
+    rules: str,
+    settings: PrepareSettings,
+    say: Callable[[str], None],
+) -> Generator[Encoded]:
+    """One task a group, a bounded number at a time and each a bounded way ahead, consumed in the order of the groups."""
+    import ray
+
+    options: dict[str, Any] = {
+        "num_cpus": 1,
+        "num_gpus": 0,
+        "num_returns": "streaming",
+        "max_retries": _RETRIES,
+        "_generator_backpressure_num_objects": _AHEAD,
+        **({"resources": {settings.ray_resource: 1}} if settings.ray_resource else {}),
+    }
+    # Any: a task that streams has no type in Ray's annotations.
+    task: Any = ray.remote(**options)(lambda group, rules: (yield from encode(group, rules)))
+    running: deque[Any] = deque()
+    todo = iter(groups)
     try:
-        yield
+        shared = ray.put(rules)
+
+        def start() -> None:
+            most = settings.parallelism or max(_LEAST_TASKS, 2 * int(ray.cluster_resources().get("CPU", 0)))  # type: ignore[no-untyped-call]
+            running.extend(task.remote(group, shared) for group in itertools.islice(todo, most - len(running)))
+
+        start()
+        _await_first(running[0], settings, say)
+        while running:
+            for rows in running[0]:
+                yield from ray.get(rows)
+            running.popleft()
+            start()
+    except ray.exceptions.RayError as error:
+        raise TrainingFailed(f"Ray stopped tokenising ({' '.join(str(error).split())[:300]}); the output is unfinished, start again") from error
     finally:
-        logger.setLevel(before)
+        for rows in running:
+            ray.cancel(rows)
 
 
-def _rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
-    for batch in table.to_batches():
-        plain = batch.drop_columns(["tokens"]).to_pylist()
-        for row, tokens in zip(plain, batch.column("tokens"), strict=True):
-            yield {**row, "tokens": tokens.as_buffer()}
+def _await_first(task: Any, settings: PrepareSettings, say: Callable[[str], None]) -> None:
+    """Waits for the first result, and says for what: a CPU node of a cluster may take minutes to start, or never come."""
+    import ray
+
+    wanted = "a CPU" + (f" with the resource {settings.ray_resource!r}" if settings.ray_resource else "")
+    while not ray.wait([task], timeout=_WAITING_SECONDS, fetch_local=False)[0]:
+        say(f"waiting for {wanted} in the Ray cluster, which has {_shown_resources(ray.cluster_resources())}")  # type: ignore[no-untyped-call]
+
+
+def _shown_resources(resources: Mapping[str, float]) -> str:
+    named = [f"{resources[name]:g} {name}" for name in sorted(resources) if ":" not in name and "memory" not in name]
+    return ", ".join(named) or "none"
 
 
 # The command
@@ -420,6 +430,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.prepare", description="Tokenises and packs text into rows for the training job.")
     parser.add_argument("--config", metavar="FILE", help="YAML file with the settings")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="a setting, over the file's; may be repeated")
+    parser.add_argument(
+        "--launcher", choices=("ray", "process"), default="ray", help="tokenise with Ray's tasks (default), or in this process alone; the result is the same"
+    )
     parser.add_argument("--help-settings", action="store_true", help="list every setting with its default and meaning")
     chosen = parser.parse_args(arguments)
     if chosen.help_settings:
@@ -430,7 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw = schema.read_file(chosen.config) if chosen.config else {}
         if not raw and not chosen.overrides:
             raise BadInput("no settings; give --config FILE or --set key=value (--help-settings lists them)")
-        prepare(schema.parse(PrepareSettings, schema.apply_overrides(raw, chosen.overrides), where=chosen.config or "settings"), _print)
+        prepare(schema.parse(PrepareSettings, schema.apply_overrides(raw, chosen.overrides), where=chosen.config or "settings"), _print, chosen.launcher)
     except JobError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code

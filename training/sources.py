@@ -24,7 +24,6 @@ from training.errors import BadInput
 from training.storage import Place, place, redacted
 
 STDLIB = "stdlib"
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 JSON_LINES = (".jsonl", ".json")
 JSON_LINES_GZ = (".jsonl.gz", ".json.gz")
 _NOT_STDLIB = frozenset(("site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"))

@@ -9,14 +9,13 @@ import functools
 import hashlib
 import json
 import os
-import pickle
-import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import pyarrow
+import numpy as np
+import numpy.typing as npt
 import pyarrow.fs as pafs
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -29,23 +28,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST = 257  # one token a byte, and the end of text
 _WEIGHTS_BYTES = 2**26  # a file this large in a remote model's folder is not the tokenizer's
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 1024
 
-# What a worker hands back: per batch and split, the tokens of the batch's documents, in order. `error` is a sentence for
-# a person and ends the job: raised through Ray it would be retried and printed with a traceback.
-ENCODED = pyarrow.schema(
-    [
-        ("source", pyarrow.int32()),
-        ("held_out", pyarrow.bool_()),
-        ("documents", pyarrow.int64()),
-        ("bytes", pyarrow.int64()),  # of the sources that this stands for; all rows together: all of them
-        ("tokens", pyarrow.large_binary()),
-        ("error", pyarrow.string()),
-    ]
-)
+
+class Encoded(NamedTuple):
+    """What a worker hands back: per batch and split, the tokens of the batch's documents, in order.
+
+    ``bytes`` are those of the sources that it stands for; all together are all of them. ``error`` is a sentence for a person and
+    ends the job: raised through Ray it would be retried and printed with a traceback.
+    """
+
+    source: int
+    held_out: bool
+    documents: int
+    bytes: int
+    tokens: npt.NDArray[Any]
+    error: str | None = None
 
 
 def train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -125,16 +125,6 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def asked_vocabulary(name: str) -> int | None:
-    """The size in ``train:SIZE``; None where a tokenizer is to be loaded. Raises BadInput for a size that can't be."""
-    if not name.startswith("train:"):
-        return None
-    size = name.removeprefix("train:").replace("_", "")
-    if not re.fullmatch(r"[0-9]+", size) or not SMALLEST <= int(size) <= 2**20:
-        raise BadInput(f"tokenizer = {name}: write train:SIZE with a vocabulary of {SMALLEST} to {2**20} tokens, for example train:4096")
-    return int(size)
-
-
 # In the workers
 
 
@@ -150,24 +140,24 @@ def _restored(rules: str, parse_special_tokens: bool) -> Tokenizer:
 
 
 def encode_group(
-    batch: pyarrow.Table, rules: str, eos: int, dtype: str, column: str, eval_fraction: float, parse_special_tokens: bool
-) -> Iterator[pyarrow.Table]:
-    """Tables of the ENCODED schema for a group of pieces (pickled in the one row of ``batch``), in order.
+    pieces: Sequence[Piece], rules: str, eos: int, dtype: str, column: str, eval_fraction: float, parse_special_tokens: bool
+) -> Iterator[list[Encoded]]:
+    """The tokens of a group of pieces in order, a batch of documents at a time: the same for the same pieces, whenever it runs again.
 
     The last one holds a sentence in ``error`` where a piece is no good.
     """
     tokenizer = _restored(rules, parse_special_tokens)
-    pieces: list[Piece] = pickle.loads(batch.column("group")[0].as_py())  # noqa: S301  (made by this job's own driver)
+    nothing = np.empty(0, little_endian(dtype))
     for piece in pieces:
         left, error = piece.size, None
         try:
             for batch in _batches(fragments(piece, column, eval_fraction)):
                 done = min(left, sum(len(part.text.encode()) for part in batch))
-                yield _table(_encoded(tokenizer, piece.file.source, batch, eos, dtype, done))
+                yield _encoded(tokenizer, piece.file.source, batch, eos, dtype, done)
                 left -= done
         except BadInput as bad:
             error = str(bad)
-        yield _table([{"source": piece.file.source, "held_out": False, "documents": 0, "bytes": left, "tokens": b"", "error": error}])
+        yield [Encoded(piece.file.source, False, 0, left, nothing, error)]
         if error:
             return
 
@@ -185,18 +175,13 @@ def _batches(parts: Iterable[Fragment]) -> Iterator[list[Fragment]]:
         yield batch
 
 
-def _encoded(tokenizer: Tokenizer, source: int, batch: list[Fragment], eos: int, dtype: str, done: int) -> list[dict[str, Any]]:
+def _encoded(tokenizer: Tokenizer, source: int, batch: list[Fragment], eos: int, dtype: str, done: int) -> list[Encoded]:
     encodings = tokenizer.encode_batch_fast([part.text for part in batch], add_special_tokens=False)
-    rows: list[dict[str, Any]] = []
+    rows: list[Encoded] = []
     for out in (False, True):
         chosen = [(part, encoding.ids) for part, encoding in zip(batch, encodings, strict=True) if part.held_out == out]
         if chosen:
             tokens = joined([(ids, part.ends) for part, ids in chosen], eos, little_endian(dtype))
-            documents = sum(part.ends for part, _ in chosen)
-            rows.append({"source": source, "held_out": out, "documents": documents, "bytes": done, "tokens": tokens.tobytes(), "error": None})
+            rows.append(Encoded(source, out, sum(part.ends for part, _ in chosen), done, tokens))
             done = 0
     return rows
-
-
-def _table(rows: list[dict[str, Any]]) -> pyarrow.Table:
-    return pyarrow.Table.from_pylist(rows, schema=ENCODED)

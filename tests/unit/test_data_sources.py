@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import training
 from training import sources
 from training.errors import BadInput
-from training.sources import SUFFIXES, checked, find, fragments, held_out, plan, segments
+from training.prepare_settings import SUFFIXES
+from training.sources import checked, find, fragments, held_out, plan, segments
 from training.storage import redacted
 
 ROOT = Path(training.__file__).parents[1]
@@ -289,7 +290,8 @@ def test_a_dataset_with_a_missing_file_is_told(tmp_path):
 CHECK = """
 import sys
 from training.errors import BadInput
-from training.sources import SUFFIXES, checked, find
+from training.prepare_settings import SUFFIXES
+from training.sources import checked, find
 try:
     checked(find((sys.argv[1],), SUFFIXES), "text", lambda done: None)
 except BadInput as error:

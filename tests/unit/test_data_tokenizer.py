@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 import training
 from training import sources, tokenizer
 from training.errors import BadInput
+from training.prepare_settings import asked_vocabulary
 from training.storage import place
 
 ROOT = Path(training.__file__).parents[1]
@@ -130,13 +131,13 @@ def test_a_tokenizer_without_an_end_of_text_is_told(folder):
 @pytest.mark.parametrize("name", ["train:", "train:256", "train:many", "train:-5", "train:99999999"])
 def test_a_vocabulary_that_cannot_be_is_told(name):
     with pytest.raises(BadInput, match="write train:SIZE with a vocabulary of 257 to"):
-        tokenizer.asked_vocabulary(name)
+        asked_vocabulary(name)
 
 
 def test_a_vocabulary_is_asked_for_by_its_size():
-    assert tokenizer.asked_vocabulary("train:4096") == 4096
-    assert tokenizer.asked_vocabulary("train:4_096") == 4096
-    assert tokenizer.asked_vocabulary("Qwen/Qwen2.5-1.5B") is None
+    assert asked_vocabulary("train:4096") == 4096
+    assert asked_vocabulary("train:4_096") == 4096
+    assert asked_vocabulary("Qwen/Qwen2.5-1.5B") is None
 
 
 def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path):
