@@ -139,6 +139,12 @@ class Settings:
     keep_checkpoints: int = setting(
         2, "Complete checkpoints kept; older ones are deleted after a newer one is complete. The final one is kept always.", at_least=1
     )
+    storage_patience: int = setting(
+        300,
+        "Seconds for which storage may refuse checkpoints and the run's record before that ends the run: what could not be written is tried again"
+        " meanwhile, and training goes on. 0: the first refusal ends it.",
+        at_least=0,
+    )
     export: bool = setting(True, "At the end write model/ in Hugging Face format (bf16 weights).")
     transport: str = setting(
         "any",
@@ -173,7 +179,7 @@ def not_divisible(tokens_per_step: int, sequence_length: int) -> str:
 FREE_TO_CHANGE = frozenset(
     """run storage data sequenceLength steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing blocks lossChunk
     workers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport
-    nicsPerHost gpuDirect hangFactor hangFloor onDivergence spikeFactor maxRollbacks""".split()
+    nicsPerHost gpuDirect storagePatience hangFactor hangFloor onDivergence spikeFactor maxRollbacks""".split()
 )
 
 
