@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock
 
+from training.divergence import data_step
 from training.errors import BadInput
 from training.packing import IGNORED, Shard, Split, cut, little_endian
 from training.permutation import permuted
@@ -260,7 +261,8 @@ def _micro_batches(
 class Batches(Iterator[Step]):
     """The endless training order of one rank, from ``start_step`` on; the next steps are read ahead in one thread.
 
-    Rank r of w takes rows r, r+w, r+2w, ... of each global batch. An error while reading ahead is raised by ``next``.
+    Rank r of w takes rows r, r+w, r+2w, ... of each global batch. ``skipped``: ranges [from, to) of data steps that no step is trained on
+    (:mod:`training.divergence`). An error while reading ahead is raised by ``next``.
     Close it (or use it in a ``with``) to end the thread.
     """
 
@@ -276,12 +278,14 @@ class Batches(Iterator[Step]):
         start_step: int,
         document_mask: bool,
         prefetch: int = 2,
+        skipped: Sequence[tuple[int, int]] = (),
     ) -> None:
         """``global_batch`` and ``micro_batch`` are in rows; ``prefetch`` in steps. Raises BadInput where the split has no row."""
         if data.rows(split) == 0:
             raise BadInput(f"the data has no {split} row; prepare it with more text or a lower sequenceLength")
         self._data, self._split, self._global_batch, self._micro_batch = data, split, global_batch, micro_batch
         self._world, self._rank, self._seed, self._document_mask = world, rank, seed, document_mask
+        self._skipped = tuple(skipped)
         self._count = accumulation(global_batch, micro_batch, world)
         self._next = start_step
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
@@ -294,7 +298,7 @@ class Batches(Iterator[Step]):
         self._next += 1
 
     def _read(self, step: int) -> Step:
-        rows = rows_of_step(self._data.rows(self._split), step, self._global_batch, self._seed)[self._rank :: self._world]
+        rows = rows_of_step(self._data.rows(self._split), data_step(step, self._skipped), self._global_batch, self._seed)[self._rank :: self._world]
         batches, valid = _micro_batches(self._data, self._split, rows, self._count, self._micro_batch, self._document_mask)
         return Step(step, batches, valid, 0.0)
 

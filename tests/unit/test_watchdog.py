@@ -1,0 +1,75 @@
+"""When a step takes too long, and who is said to be late. What hangs really is in tests/training."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.watchdog import DATA, OVER, STEP, Seen, limit, pausing_rank, sentence, silent_ranks
+
+HERE = Seen("h", 1, 41, STEP, None, 7, 100)
+
+
+def ranks(*seen):
+    return dict(enumerate(seen))
+
+
+def test_a_hang_is_many_times_a_usual_step_but_never_less_than_the_floor():
+    assert limit([], 10, 60) is None, "before any step nothing is known"
+    assert limit([1.0, 2.0, 900.0], 10, 5) == 20, "one slow step changes nothing"
+    assert limit([0.01], 10, 60) == 60
+
+
+def test_the_silent_rank_is_the_late_one_even_when_it_was_ahead():
+    late = dataclasses.replace(HERE, host="g", done=41)
+    told = sentence(ranks(HERE, late, HERE), [1], 61.4, "runs/r/hang/attempt-1")
+    assert told == (
+        "rank 1 on host g is late: it has not answered since step 41 (stopped, or the host is lost), while the others wait in step 42;"
+        " no step has ended for 61 s (stacks in runs/r/hang/attempt-1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        (dataclasses.replace(HERE, done=40, doing=DATA), "rank 1 on host h is late: it is waiting for data at step 41, while the others wait in step 42"),
+        (dataclasses.replace(HERE, collectives=99), "rank 1 on host h is late: it is in the step at step 42, while the others wait in step 42"),
+    ],
+)
+def test_of_ranks_that_answer_the_one_that_has_done_less_is_late(late, said):
+    assert sentence(ranks(HERE, late, HERE), [], 60, "there").startswith(said)
+
+
+def test_where_none_is_behind_nobody_is_blamed():
+    told = sentence(ranks(HERE, HERE), [], 60, "there")
+    assert "all 2 ranks wait in step 42, and none is behind" in told
+    assert "late" not in told
+    alone = sentence(ranks(dataclasses.replace(HERE, doing=DATA)), [], 60, "there")
+    assert alone.startswith("the run hangs: it is waiting for data at step 42")
+
+
+def test_a_rank_that_has_left_is_told_apart_from_a_stopped_one():
+    assert "it has left the training after step 41" in sentence(ranks(HERE, dataclasses.replace(HERE, doing=OVER)), [1], 60, "there")
+
+
+@given(st.dictionaries(st.integers(0, 7), st.tuples(st.integers(0, 3), st.sampled_from([None, "an evaluation"])), min_size=1))
+def test_only_a_rank_that_lives_can_ask_for_patience(after):
+    before = {rank: dataclasses.replace(HERE, beat=1) for rank in after}
+    now = {rank: dataclasses.replace(HERE, beat=1 + beats, pausing=pausing) for rank, (beats, pausing) in after.items()}
+    assert silent_ranks(before, now) == [rank for rank, (beats, _) in after.items() if beats == 0]
+    found = pausing_rank(before, now)
+    living = [rank for rank, (beats, pausing) in after.items() if beats and pausing]
+    assert (found in living) if living else found is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500)), min_size=1, max_size=9), st.data())
+def test_the_sentence_blames_no_rank_that_is_as_far_as_all(states, data):
+    seen = ranks(*(dataclasses.replace(HERE, host=f"host-{i}", done=done, collectives=count) for i, (done, count) in enumerate(states)))
+    silent = data.draw(st.lists(st.sampled_from(range(len(states))), unique=True, max_size=len(states) - 1))
+    told = sentence(seen, silent, 60, "there")
+    for rank in silent[:3]:
+        assert f"rank {rank} on host host-{rank}" in told
+    if not silent and len(set(states)) > 1:
+        assert f"rank {states.index(min(states))} on host" in told
+        assert f"rank {states.index(max(states))} on host" not in told
