@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import resource
 import time
 from collections.abc import Callable, Iterable
@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.data import MicroBatch, Step
-from training.errors import TrainingFailed
+from training.divergence import Diverged, Spikes, not_finite
 from training.record import StepMetrics
 from training.schedule import learning_rate
 from training.settings import Settings
+from training.stragglers import Exchanges, Shares
+from training.watchdog import DATA, STEP, Idle
 from training.world import World
+
+NOBODY = Idle()
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -41,48 +45,61 @@ def train(
     reshard: bool,
     on_line: Callable[[StepMetrics], None],
     after_step: Callable[[int], None],
+    on_shares: Callable[[Shares], None] = lambda _: None,
+    watch: Idle = NOBODY,
+    spikes: Spikes | None = None,
 ) -> None:
-    """Steps until ``last_step``. ``on_line`` is called on every rank every ``log_every`` steps, ``after_step(steps done)`` after each step.
+    """Steps until ``last_step``. ``on_line`` is called on every rank every ``log_every`` steps, ``on_shares`` with it, and ``after_step(steps done)``
+    after each step.
 
-    No value travels from the GPU to the CPU between two lines. Raises TrainingFailed on all ranks at a loss or gradient that is not finite.
+    No value travels from the GPU to the CPU between two lines. Raises Diverged on all ranks at a loss or gradient that is not finite, or a spike.
     """
+    exchanges, spikes = Exchanges(world.device), spikes or Spikes(settings.spike_factor)
+    if world.size > 1:
+        exchanges.install(model)
     loss_sum = torch.zeros((), device=world.device)
     wait, counted, began = 0.0, 0, time.perf_counter()
     norm: Tensor | None = None
+    watch.doing = DATA
     for batch in batches:
+        watch.doing = STEP
+        done = batch.index + 1
+        # A checkpoint's step is always a line's too: what is not finite must not be saved.
+        is_line = done % settings.log_every == 0 or done % settings.checkpoint_every == 0 or done == last_step
+        exchanges.begin(is_line)
         rate = learning_rate(batch.index, settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss_sum += forward_backward(model, batch, settings, world, reshard)
-        norm = clip(model, settings.grad_clip)
+        loss_sum += forward_backward(model, batch, settings, world, reshard, exchanges)
+        with exchanges.timed():
+            norm = clip(model, settings.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-        done = batch.index + 1
+        exchanges.on = False
+        watch.ended(done)
         wait, counted = wait + batch.wait_seconds, counted + 1
-        # A checkpoint's step is always a line's too: what is not finite must not be saved.
-        if done % settings.log_every == 0 or done % settings.checkpoint_every == 0 or done == last_step:
-            loss, grad_norm = _shared(loss_sum / counted, norm)
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise TrainingFailed(
-                    f"the loss or its gradient is not finite at step {done} (loss {loss}, gradient norm {grad_norm}); no checkpoint was written from it."
-                    " Lower learningRate or gradClip, then start again: it resumes from the last checkpoint"
-                )
+        if is_line:
+            loss, grad_norm, waited, data_wait = _shared(loss_sum / counted, norm, exchanges.take(), wait / counted, world)
+            wrong = not_finite(loss, grad_norm) or spikes.judge(loss)
+            if wrong:
+                raise Diverged(done, wrong)
             seconds = (time.perf_counter() - began) / counted
-            on_line(
-                StepMetrics(
-                    step=done,
-                    loss=loss,
-                    grad_norm=grad_norm,
-                    learning_rate=rate,
-                    tokens=done * settings.tokens_per_step,
-                    tokens_per_second=settings.tokens_per_step / seconds,
-                    tokens_per_second_per_gpu=settings.tokens_per_step / seconds / world.size,
-                    step_seconds=seconds,
-                    data_wait=wait / counted,
-                    memory_gib=peak_memory_gib(world.device),
+            with watch.pause("writing a line of metrics"):
+                on_line(
+                    StepMetrics(
+                        step=done,
+                        loss=loss,
+                        grad_norm=grad_norm,
+                        learning_rate=rate,
+                        tokens=done * settings.tokens_per_step,
+                        tokens_per_second=settings.tokens_per_step / seconds,
+                        tokens_per_second_per_gpu=settings.tokens_per_step / seconds / world.size,
+                        step_seconds=seconds,
+                        data_wait=wait / counted,
+                        memory_gib=peak_memory_gib(world.device),
+                    )
                 )
-            )
+            on_shares(Shares(counted, seconds, waited, data_wait))
             loss_sum.zero_()
             wait, counted, began = 0.0, 0, time.perf_counter()
         before = time.perf_counter()
@@ -90,16 +107,18 @@ def train(
         began += time.perf_counter() - before  # checkpoints and evaluations are not part of a step's time
         if done >= last_step:
             return
+        watch.doing = DATA
 
 
-def forward_backward(model: Any, batch: Step, settings: Settings, world: World, reshard: bool) -> Tensor:
+def forward_backward(model: Any, batch: Step, settings: Settings, world: World, reshard: bool, exchanges: Exchanges | None = None) -> Tensor:
     """Gradients of the mean loss over the global batch; returns this rank's part of that mean (the parts of all ranks sum to it).
 
     The divisor is the number of valid tokens of *all* ranks: a mean of per-rank means would weigh tokens unequally. FSDP divides
     gradients by the number of ranks, hence the factor ``world.size``.
     """
     valid = torch.tensor(float(batch.valid_tokens), device=world.device)
-    dist.all_reduce(valid)
+    with exchanges.timed() if exchanges else contextlib.nullcontext():
+        dist.all_reduce(valid)
     valid.clamp_(min=1.0)
     total = torch.zeros((), device=world.device)
     for i, micro in enumerate(batch.micro_batches):
@@ -142,13 +161,15 @@ def evaluate(model: Any, batches: Iterable[MicroBatch], settings: Settings, worl
     return float(total / max(count, 1.0))
 
 
-def _shared(loss: Tensor, norm: Tensor) -> tuple[float, float]:
-    """Loss summed over ranks and the gradient norm as numbers: the one host sync of a line."""
+def _shared(loss: Tensor, norm: Tensor, waited: float, data_wait: float, world: World) -> tuple[float, float, tuple[float, ...], tuple[float, ...]]:
+    """Loss summed over ranks and the gradient norm as numbers, and what each rank waited: the one host sync of a line, and one collective."""
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    loss = loss.clone()
-    dist.all_reduce(loss)
-    numbers = torch.stack([loss, whole.to(loss.dtype)]).tolist()
-    return numbers[0], numbers[1]
+    table = torch.zeros(2, world.size, dtype=loss.dtype)
+    table[:, world.rank] = torch.tensor([waited, data_wait])
+    shared = torch.cat([loss.reshape(1), table.flatten().to(loss.device)])
+    dist.all_reduce(shared)
+    numbers = torch.cat([shared, whole.reshape(1).to(loss.dtype)]).tolist()
+    return numbers[0], numbers[-1], tuple(numbers[1 : 1 + world.size]), tuple(numbers[1 + world.size : -1])
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from training import job, schema
+from training.divergence import Diverged
 from training.errors import JobError
 from training.record import read_run
 from training.settings import Settings
@@ -185,11 +186,11 @@ def test_an_unforeseen_error_is_one_sentence_even_where_its_trace_can_not_be_kep
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(data: Path, tmp_path: Path) -> None:
     # A rate at which a step leaves float32.
-    with pytest.raises(JobError) as error:
+    with pytest.raises(Diverged) as error:
         start(data, tmp_path, learningRate=1e38, gradClip=0, warmupSteps=0, steps=30, checkpointEvery=1)
     assert error.value.exit_code == 3
     assert "not finite" in str(error.value)
-    bad = int(str(error.value).split("at step ")[1].split()[0])
+    bad = error.value.step
     assert all(int(name[5:13]) < bad for name in checkpoints(tmp_path / "r")), "no checkpoint of a broken step may exist"
     run, _ = read_run(place(str(tmp_path / "r")))
     assert run["outcome"] == "failed"
