@@ -1,19 +1,21 @@
 """Checkpoints that are whole or are not used: torch.distributed.checkpoint into a folder, and a marker file last.
 
 ``checkpoints/step-00000200.2/`` is step 200 as written by attempt 2 of the run. ``complete.json`` in it is written when all
-ranks' files are, and lists them with their sizes; a folder without it, or with a file missing or short, is torn and never read.
-Attempts never write into each other's folders.
+ranks' files are, and lists them with their sizes and checksums; a folder without it, or with a file missing, short or altered, is torn
+and not used. Attempts never write into each other's folders.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import os
+import datetime
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -22,72 +24,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
+from training.dcp import BLOCK, Damaged, Reader, Sums, Writer
 from training.errors import TrainingFailed
-from training.storage import Place
+from training.storage import FIRST_PAUSE, LONGEST_PAUSE, Place, patiently
 from training.world import World
 
 MARKER = "complete.json"
 _NAME = re.compile(r"step-(\d{8})\.(\d+)")
+# A rank waits so long for the slowest one's upload. Ranks that are gone are found at once, by their connections.
+_LONGEST_UPLOAD = datetime.timedelta(hours=2)
 
 
 def _name(step: int, attempt: int) -> str:
     return f"step-{step:08d}.{attempt}"
-
-
-class _Files(FileSystemBase):
-    """What torch.distributed.checkpoint needs of a filesystem, given by pyarrow: S3 without a further package."""
-
-    def __init__(self, fs: pafs.FileSystem) -> None:
-        self.fs = fs
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        stream = self.fs.open_output_stream(str(path)) if "w" in mode else self.fs.open_input_file(str(path))
-        with stream:
-            yield stream
-
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return f"{path}/{suffix}"
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        self.fs.move(str(path), str(new_path))
-
-    def init_path(self, path: str | os.PathLike[str]) -> str:
-        return str(path)
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        self.fs.create_dir(str(path), recursive=True)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return bool(self.fs.get_file_info(str(path)).type != pafs.FileType.NotFound)
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        self.fs.delete_file(str(path))
-
-
-def _writer(folder: Place) -> FileSystemWriter:
-    if folder.local:
-        return FileSystemWriter(folder.path)
-    # fsync has no meaning in an object store, and torch would sync all of this machine's disks instead.
-    writer = FileSystemWriter(folder.path, sync_files=False)
-    writer.fs = _Files(folder.fs)  # type: ignore[assignment]
-    writer.path = folder.path
-    return writer
-
-
-def _reader(folder: Place) -> FileSystemReader:
-    reader = FileSystemReader(folder.path)
-    if not folder.local:
-        reader.fs = _Files(folder.fs)  # type: ignore[assignment]
-        reader.path = folder.path
-    return reader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +67,7 @@ def find(folder: Place) -> list[Found]:
 def _inspect(folder: Place) -> tuple[str | None, Mapping[str, Any]]:
     try:
         facts = (folder / MARKER).read_json()
-        files: Mapping[str, int] = facts["files"]
+        files: Mapping[str, int] = dict(facts["files"])
     except FileNotFoundError:
         return "it was never finished", {}
     except (ValueError, KeyError, TypeError):
@@ -128,17 +79,28 @@ def _inspect(folder: Place) -> tuple[str | None, Mapping[str, Any]]:
     return None, facts
 
 
-def latest(folder: Place, world: World, say: Callable[[str], None]) -> Found | None:
-    """The newest whole checkpoint under ``folder``, the same on every rank (a collective); says so when a newer one is torn."""
+def latest(folder: Place, world: World, say: Callable[[str], None], patience: float = 0.0, damaged: Collection[str] = ()) -> Found | None:
+    """The newest whole checkpoint under ``folder``, the same on every rank (a collective); says so when a newer one is torn.
+
+    damaged: names of checkpoints that were found not to hold what was written. Storage that does not answer is asked again for ``patience`` seconds.
+    """
 
     def choose() -> tuple[int, int, Mapping[str, Any]] | None:
         for found in find(folder):
+            if found.folder.name in damaged:
+                continue
             if found.torn is None:
                 return found.step, found.attempt, found.facts
             say(f"checkpoint {found.folder.name} is not used: {found.torn}")
         return None
 
-    chosen = world.broadcast(world.on_main(choose))
+    def ask() -> tuple[int, int, Mapping[str, Any]] | None:
+        try:
+            return patiently(choose, patience, say, f"checkpoints in {folder}")
+        except OSError as error:
+            raise TrainingFailed(f"{folder}: can't be read ({error}); mend the storage, then start the same command again") from error
+
+    chosen = world.broadcast(world.on_main(ask))
     if chosen is None:
         return None
     step, attempt, facts = chosen
@@ -146,75 +108,160 @@ def latest(folder: Place, world: World, say: Callable[[str], None]) -> Found | N
 
 
 class Checkpointer:
-    """Writes, prunes and loads one run's checkpoints. Its methods are collectives: every rank calls each, in the same order."""
+    """Writes, prunes and loads one run's checkpoints. Its methods are collectives: every rank calls each, in the same order.
 
-    def __init__(self, folder: Place, world: World, attempt: int, keep: int, asynchronous: bool) -> None:
+    A checkpoint that storage does not take is given up and said, training goes on, and a newer one is ``owed``: it is tried again after a
+    pause that doubles, for ``patience`` seconds, and then ends the run. In the background at most one is on its way, for each holds a copy of
+    the state in memory; where storage is slower than the checkpoints are frequent, the next one is begun when the one before is there.
+    """
+
+    def __init__(
+        self,
+        folder: Place,
+        world: World,
+        attempt: int,
+        keep: int,
+        asynchronous: bool,
+        patience: float = 0.0,
+        say: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.folder, self.world, self.attempt, self.keep, self.asynchronous = folder, world, attempt, keep, asynchronous
+        self.patience, self.say, self.clock = patience, say, clock
         # A group of its own: in the background its collectives would mix with those of training.
-        self.group = dist.new_group(backend="gloo")
-        self.pending: tuple[int, Future[Any]] | None = None
+        self.group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD)
+        self.pending: _Pending | None = None
         self.last_step: int | None = None
+        """The step of the newest checkpoint that is known to be whole."""
+        self.owed = False
+        """Whether a checkpoint is missing that should be there: refused by storage, or left out while another was on its way."""
+        self._refused_since: float | None = None  # by rank 0's clock, as all times here; the same on all ranks
+        self._pause, self._retry_at = 0.0, 0.0
+        self._notes: list[str] = []  # of rank 0, from the background
+
+    def is_due(self, regular: bool) -> bool:
+        """Whether :meth:`save` should be called now: ``regular`` (its step has come), or one is owed and its time has come.
+
+        Not while another is on its way: training would stand still for as long as storage takes, and what is won is less lost work after a fault
+        that most runs never have.
+        """
+        self.poll()
+        if self.pending is not None:
+            if regular and not self.owed:
+                self.say(
+                    f"step {self.pending.step}'s checkpoint is still on its way to {self.folder}, so the next one waits for it;"
+                    " raise checkpointEvery if this is said often"
+                )
+            self.owed = self.owed or regular
+            return False
+        self.owed = self.owed or regular
+        return self.owed and (self._refused_since is None or self.world.broadcast(self.clock() >= self._retry_at))
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
-        """Writes step ``step``; in the background where asynchronous. ``facts`` (plain data) goes into the marker.
+        """Writes step ``step``; in the background where asynchronous, once none is on its way. ``facts`` (plain data) goes into the marker.
 
-        Raises TrainingFailed on all ranks when this checkpoint, or the one still pending, can't be written.
+        Raises TrainingFailed on all ranks when this checkpoint, or the one that was on its way, can't be written and patience is at its end.
         """
         self.wait()
+        self.owed = False
         folder = self.folder / _name(step, self.attempt)
+
+        def commit(sums: Sequence[Sums]) -> None:
+            own = {"step": step, "attempt": self.attempt, "worldSize": self.world.size, "device": self.world.device.type}
+            sums = sorted(sums, key=lambda file: file.name)
+            files = {"files": {file.name: file.size for file in sums}, "blockBytes": BLOCK, "crc32": {file.name: list(file.crc32) for file in sums}}
+            (folder / MARKER).write_json({**facts, **own, **files})
+
+        writer = Writer(folder, commit)
+        state = _state(model, optimizer, self.world)
+        if self.asynchronous:
+            staged = writer.stage(state)
+            self.pending = _Pending(step, writer, _in_background(lambda: self._write(step, staged, writer)), self.clock())
+            return
         try:
-            if self.asynchronous:
-                future = state_dict_saver.async_save(_state(model, optimizer, self.world), storage_writer=_writer(folder), process_group=self.group)
-                assert isinstance(future, Future)
-                self.pending = (step, future)
-                self._facts = dict(facts)
-                return
-            state_dict_saver.save(_state(model, optimizer, self.world), storage_writer=_writer(folder), process_group=self.group)
-        except (CheckpointException, OSError, RuntimeError) as error:
-            self._failed(step, error)
-        self._finish(step, facts)
+            self._write(step, state, writer)
+        except CheckpointException as error:
+            self._refused(step, error)
+        else:
+            self._written(step)
+
+    def _write(self, step: int, state: dict[str, Any], writer: Writer) -> None:
+        """All of a checkpoint that takes storage's time. Raises CheckpointException on all ranks where any was refused."""
+        try:
+            state_dict_saver.save(state, storage_writer=writer, process_group=self.group)
+        except CheckpointException:
+            # The half-written files are of no use to anyone and may be what fills the disk.
+            if self.world.is_main:
+                with contextlib.suppress(OSError):
+                    _remove(self.folder / _name(step, self.attempt))
+            raise
+        if self.world.is_main:
+            try:
+                self._prune(step)
+            except OSError as error:
+                self._notes.append(f"older checkpoints could not be removed ({error}); it is tried again after the next one")
 
     def wait(self) -> None:
-        """Returns when no checkpoint is on its way. Raises TrainingFailed on all ranks when it could not be written."""
-        if self.pending is None:
-            return
-        step, future = self.pending
-        self.pending = None
-        try:
-            future.result()
-        except (CheckpointException, OSError, RuntimeError) as error:
-            self._failed(step, error)
-        self._finish(step, self._facts)
+        """Returns when no checkpoint is on its way. Raises TrainingFailed on all ranks when it could not be written and patience is at its end."""
+        while self.pending is not None:
+            wait_for([self.pending.future], timeout=1.0)
+            self.poll()
 
     def poll(self) -> None:
-        """Completes a background checkpoint that has ended on all ranks; costs one small collective while there is one."""
-        if self.pending is not None and all(self.world.gather(self.pending[1].done())):
+        """Settles a background checkpoint that has ended on all ranks; costs one small collective while there is one. Raises as :meth:`wait`."""
+        if self.pending is None:
+            return
+        pending = self.pending
+        seen = self.world.gather((pending.future.done(), pending.writer.moved, self.clock()))
+        now, moved = seen[0][2], sum(rank[1] for rank in seen)
+        if not all(rank[0] for rank in seen):
+            if moved != pending.moved:
+                pending.moved, pending.moved_at = moved, now
+            if self.patience and now - pending.moved_at > self.patience:
+                self.pending = None
+                raise TrainingFailed(self._sentence(pending.step, f"it has taken nothing for {now - pending.moved_at:.0f} s, storagePatience"))
+            return
+        self.pending = None
+        try:
+            pending.future.result()
+        except CheckpointException as error:
+            self._refused(pending.step, error)
+        else:
+            self._written(pending.step)
+
+    def finish(self, step: int, model: Any, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
+        """Returns when step ``step``, the last one, is in storage; begun again as long as patience lasts. Raises TrainingFailed as :meth:`wait`."""
+        self.wait()
+        while self.owed:
+            time.sleep(self.world.broadcast(max(0.0, self._retry_at - self.clock())))
+            self.save(step, model, optimizer, facts)
             self.wait()
 
-    def _finish(self, step: int, facts: Mapping[str, Any]) -> None:
-        folder = self.folder / _name(step, self.attempt)
-
-        def mark() -> None:
-            files = {Path(info.path).name: info.size for info in folder.children() if Path(info.path).name != MARKER}
-            try:
-                own = {"step": step, "attempt": self.attempt, "worldSize": self.world.size, "device": self.world.device.type, "files": files}
-                (folder / MARKER).write_json({**facts, **own})
-            except OSError as error:
-                raise TrainingFailed(self._sentence(step, f"rank 0: {error}")) from error
-            self._prune(step)
-
-        self.world.on_main(mark)
+    def _written(self, step: int) -> None:
+        if self._refused_since is not None:
+            self.say(f"storage takes checkpoints again: step {step} is saved")
+        self._refused_since, self._pause = None, 0.0
         self.last_step = step
+        for note in self._notes:
+            self.say(note)
+        self._notes.clear()
 
-    def _failed(self, step: int, error: BaseException) -> None:
-        failures = error.failures if isinstance(error, CheckpointException) else {self.world.rank: (error, None)}
-        where = "; ".join(f"rank {rank}: {found[0]}" for rank, found in sorted(failures.items())[:3])
-        folder = self.folder / _name(step, self.attempt)
-        # The half-written files are of no use to anyone and may be what fills the disk.
-        with contextlib.suppress(OSError):
-            if self.world.is_main:
-                folder.delete()
-        raise TrainingFailed(self._sentence(step, where)) from error
+    def _refused(self, step: int, error: CheckpointException) -> None:
+        where = "; ".join(f"rank {rank}: {found[0]}" for rank, found in sorted(error.failures.items())[:3])
+        now = self.world.broadcast(self.clock())
+        since = now if self._refused_since is None else self._refused_since
+        left = since + self.patience - now
+        by_storage = all(isinstance(found[0], OSError) for found in error.failures.values())
+        if not by_storage or left <= 0:
+            raise TrainingFailed(self._sentence(step, where)) from error
+        self.owed = True
+        self._refused_since = since
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE, left)
+        self._retry_at = now + self._pause
+        self.say(
+            f"the checkpoint of step {step} could not be written to {self.folder} ({where}); what there was of it is removed, training goes on,"
+            f" and it is tried again for {left:.0f} s (storagePatience)"
+        )
 
     def _sentence(self, step: int, where: str) -> str:
         kept = f"the one of step {self.last_step} is untouched" if self.last_step is not None else "none was written before it in this attempt"
@@ -222,29 +269,123 @@ class Checkpointer:
         return f"{what}; {kept}. Make room or mend the storage, then start the same command again"
 
     def _prune(self, newest: int) -> None:
-        """Keeps the newest ``keep`` whole checkpoints up to step ``newest``; older ones and torn leftovers of earlier attempts go."""
+        """Keeps the newest ``keep`` whole checkpoints up to step ``newest``; older ones go, and what was left torn before it."""
         whole = 0
         for found in find(self.folder):
-            if found.step > newest:
+            if found.step > newest or found.attempt > self.attempt:
                 continue
             whole += found.torn is None
-            if (found.torn is None and whole > self.keep) or (found.torn is not None and found.attempt < self.attempt):
-                found.folder.delete()
+            if (found.torn is None and whole > self.keep) or found.torn is not None:
+                _remove(found.folder)
+
+    def load_newest(self, found: Found | None, model: Any, optimizer: torch.optim.Optimizer) -> Found | None:
+        """Fills model, optimizer and this rank's random state from ``found``, or, where it is damaged, from the newest one before it that is not.
+
+        Returns the one that was loaded; None where none was, and then the weights must be filled anew. Raises TrainingFailed on all ranks where
+        storage can't be read for as long as patience lasts.
+        """
+        damaged: set[str] = set()
+        while found is not None:
+            try:
+                self.load(found, model, optimizer)
+                return found
+            except Damaged as error:
+                self.say(f"checkpoint {found.folder.name} is not used: {error}")
+            damaged.add(found.folder.name)
+            optimizer.state.clear()  # it may hold a part of what was read
+            found = latest(self.folder, self.world, self.say, self.patience, damaged)
+        return None
 
     def load(self, found: Found, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Fills model, optimizer and this rank's random state from ``found``, each rank reading its own part, whatever world wrote it."""
+        """Fills model, optimizer and this rank's random state from ``found``, each rank reading its own part, whatever world wrote it.
+
+        Raises Damaged on all ranks where a file does not hold what was written, TrainingFailed where storage can't be read.
+        """
+        since, pause = self.clock(), FIRST_PAUSE
+        while True:
+            try:
+                self._load(found, model, optimizer)
+                break
+            except CheckpointException as error:
+                rank, why = min(error.failures.items())[0], min(error.failures.items())[1][0]
+                away = all(isinstance(e, OSError) and not isinstance(e, FileNotFoundError) for e, _ in error.failures.values())
+                if not away:
+                    raise Damaged(_reason(error)) from error
+                left = self.world.broadcast(since + self.patience - self.clock())
+                if left <= 0:
+                    raise TrainingFailed(
+                        f"checkpoint {found.folder} can't be read (rank {rank}: {why}); mend the storage, then start the same command again"
+                    ) from error
+                self.say(f"checkpoint {found.folder.name} can't be read now (rank {rank}: {why}); it is tried again for {left:.0f} s (storagePatience)")
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, LONGEST_PAUSE)
+        self.last_step = found.step
+
+    def _load(self, found: Found, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        facts = found.facts
+        reader = Reader(found.folder, facts["files"], facts.get("crc32", {}), facts.get("blockBytes", BLOCK))
+        failures = {rank: (error, None) for rank, error in enumerate(self.world.gather(_error_of(reader.open))) if error is not None}
+        if failures:
+            raise CheckpointException("read", failures)  # type: ignore[arg-type]
         state = _state(model, optimizer, self.world)
-        if (found.facts.get("worldSize"), found.facts.get("device")) != (self.world.size, self.world.device.type):
+        if (facts.get("worldSize"), facts.get("device")) != (self.world.size, self.world.device.type):
             del state["rng"]  # one per rank and kind of device; those of another world are not there
         # The weights are filled in place, being the model's own tensors; the optimizer's go through its own loading.
-        state_dict_loader.load(state, storage_reader=_reader(found.folder), process_group=self.group)
+        state_dict_loader.load(state, storage_reader=reader, process_group=self.group)
         set_optimizer_state_dict(model, optimizer, state["optim"])
         if "rng" in state:
             rng = state["rng"][str(self.world.rank)]
             torch.set_rng_state(rng["cpu"])
             if self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(rng["cuda"], self.world.device)
-        self.last_step = found.step
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A checkpoint on its way; ``moved``: bytes that storage had taken of it, over all ranks, when that last changed, at ``moved_at``."""
+
+    step: int
+    writer: Writer
+    future: Future[None]
+    moved_at: float
+    moved: int = 0
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # CheckpointException is one
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    # A daemon: a storage that hangs must not keep a process from ending.
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _error_of(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except (OSError, Damaged) as error:
+        return error
+    return None
+
+
+def _reason(error: CheckpointException) -> str:
+    """The one reason to tell a person: damage, if any rank found some, else whatever the first rank stopped with."""
+    found = [e for _, (e, _) in sorted(error.failures.items())]
+    first = next((e for e in found if isinstance(e, Damaged)), found[0])
+    return str(first) if isinstance(first, Damaged) else f"it can't be read ({type(first).__name__}: {first})"
+
+
+def _remove(folder: Place) -> None:
+    """Removes a checkpoint, its marker first: one that is half removed is then one that was never finished."""
+    (folder / MARKER).delete()
+    folder.delete()
 
 
 def _state(model: Any, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:

@@ -7,17 +7,28 @@ import dataclasses
 import json
 import os
 import re
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow
 import pyarrow.fs as pafs
 
 from training.errors import BadInput
 
+T = TypeVar("T")
+
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)://")
+
+# S3's client: seconds to connect, seconds without a byte before a request counts as dead, and how often a request is tried. pyarrow's own 1 s, 3 s
+# and 3 give up on a store that says 503 after 0.7 s, and take the end of a large upload, which S3 may think about for seconds, for dead. Six tries
+# last about 15 s (the pauses double), as long as S3 takes to spread a load it did not expect; what lasts longer is for the caller's patience.
+PATIENT = (5.0, 20.0, 6)
+# Where training itself waits for the answer, and what could not be written is kept and written later.
+HASTY = (1.0, 3.0, 2)
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +107,8 @@ class Place:
             self.fs.delete_file(self.path)
 
 
-def place(uri: str) -> Place:
-    """The place that a person named by a path or URI. Raises BadInput for a scheme that nothing here can open."""
+def place(uri: str, hasty: bool = False) -> Place:
+    """The place that a person named by a path or URI; ``hasty``: one whose requests soon give up. Raises BadInput for a scheme that nothing here can open."""
     scheme = _SCHEME.match(uri)
     if not scheme:
         return Place(pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri)), local=True)
@@ -107,7 +118,34 @@ def place(uri: str) -> Place:
         fs, path = _through_fsspec(uri, scheme.group(1))
     except OSError as error:
         raise BadInput(f"{redacted(uri)}: can't be opened ({error})") from error
+    if isinstance(fs, pafs.S3FileSystem):
+        fs = _tuned(fs, *(HASTY if hasty else PATIENT))
     return Place(fs, path.rstrip("/") or "/", local=isinstance(fs, pafs.LocalFileSystem))
+
+
+def _tuned(fs: pafs.S3FileSystem, connect: float, silence: float, attempts: int) -> pafs.S3FileSystem:
+    """The same S3 with other limits. A URI can't name them; how the filesystem pickles itself tells everything it was made of, the bucket's region too."""
+    _, (options,) = fs.__reduce__()
+    limits = {"connect_timeout": connect, "request_timeout": silence, "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=attempts)}
+    # A small file is then one request, and there or not there, where it would else be three.
+    return pafs.S3FileSystem(**{**options, **limits, "allow_delayed_open": True})
+
+
+def patiently(work: Callable[[], T], seconds: float, say: Callable[[str], None], what: str) -> T:
+    """``work()``, again and again for ``seconds`` while storage refuses it; then raises the OSError. A file that is not there is no refusal."""
+    began, pause = time.monotonic(), FIRST_PAUSE
+    while True:
+        try:
+            return work()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            left = began + seconds - time.monotonic()
+            if left <= 0:
+                raise
+            say(f"{what}: storage does not answer ({error}); it is asked again for {left:.0f} s")
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _through_fsspec(uri: str, scheme: str) -> tuple[pafs.FileSystem, str]:
