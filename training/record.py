@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
 OUTCOMES = ("running", "done", "stopped", "failed")
 # An object can't be appended to, only written anew; oftener than this would cost more requests than anyone reads.
 REWRITE_EVERY_SECONDS = 30.0
+# After a refusal the next try waits, each time twice as long: while one is made, training waits too.
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
 
@@ -105,6 +107,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _document(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
 def _line(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(_plain(values), allow_nan=False) + "\n").encode()
 
@@ -169,15 +175,31 @@ def refuse_another(run_place: Place, identity: Mapping[str, Any]) -> dict[str, A
 
 
 class RunRecord:
-    """The record of one attempt at a run. Made by :func:`open_run`; nothing is written before :meth:`start`."""
+    """The record of one attempt at a run. Made by :func:`open_run`; nothing is written before :meth:`start`.
 
-    def __init__(self, run_place: Place, document: dict[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+    What storage refuses is kept here and written later, in order; after ``patience`` seconds of refusals TrainingFailed is raised. Only
+    :meth:`close` waits.
+    """
+
+    def __init__(
+        self,
+        run_place: Place,
+        document: dict[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = 0.0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.place = run_place
         self._document = document
         self._clock = clock
+        self._patience, self._say = patience, say
         self._lines: list[bytes] = []
+        self._files: dict[str, bytes] = {}  # whole files that are still to be written, the newest content of each
         self._file: IO[bytes] | None = None
+        self._kept, self._bytes = 0, 0  # lines that are in metrics.jsonl, and its length with them
         self._written = clock()
+        self._refused_since: float | None = None
+        self._pause, self._retry_at = 0.0, 0.0
         self._closed = False
         self.attempt = 0
         """Number of this attempt, from 1; 0 before :meth:`start`."""
@@ -212,11 +234,7 @@ class RunRecord:
             }
         )
         self._document |= {"outcome": "running", "ended": None, "hosts": list(hosts)}
-        self._lines = [_line(line) for line in lines if line["step"] <= start_step]
-        self._rewrite()
-        if self.place.local:
-            with self._writing():
-                self._file = open((self.place / METRICS_FILE).path, "ab")  # noqa: SIM115 (open for as long as the run)
+        self._lines, self._kept = [_line(line) for line in lines if line["step"] <= start_step], -1
         self._save()
 
     def log(self, metrics: StepMetrics) -> None:
@@ -244,44 +262,104 @@ class RunRecord:
         ended = now()
         self._document["attempts"][-1] |= {"ended": ended, "outcome": outcome, "endStep": end_step, "reason": reason}
         self._document |= {"ended": ended, "outcome": outcome}
+        self._files[RUN_FILE] = self._run_file()
+        self._write(last=True)
+        while self._files or self._kept != len(self._lines):
+            time.sleep(self._pause)
+            self._write(last=True)
         if self._file is not None:
             self._file.close()
-        else:
-            self._rewrite()
-        self._save()
+
+    def write(self, name: str, value: Mapping[str, Any]) -> None:
+        """Writes a JSON file beside run.json, or replaces it, with the patience that the record has."""
+        self._files[name] = _document(value)
+        self._write()
 
     def _add(self, values: Mapping[str, Any]) -> None:
-        line = _line({"step": values["step"], "time": now(), "attempt": self.attempt, **values})
-        if self._file is not None:
-            with self._writing():
-                self._file.write(line)
-                self._file.flush()
-            return
-        self._lines.append(line)
-        if self._clock() - self._written >= REWRITE_EVERY_SECONDS:
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        with self._writing():
-            (self.place / METRICS_FILE).write_bytes(b"".join(self._lines))
-        self._written = self._clock()
+        self._lines.append(_line({"step": values["step"], "time": now(), "attempt": self.attempt, **values}))
+        self._write()
 
     def _save(self) -> None:
-        with self._writing():
-            (self.place / RUN_FILE).write_json(self._document)
+        self._files[RUN_FILE] = self._run_file()
+        self._write()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _run_file(self) -> bytes:
+        return _document(self._document)
+
+    def _write(self, last: bool = False) -> None:
+        """Writes what is waiting, the lines first. After a refusal not before the pause is over, unless it is the ``last`` time."""
+        if self._refused_since is not None and not last and self._clock() < self._retry_at:
+            return
         try:
-            yield
+            if self._kept < 0 or (not self.place.local and (last or self._clock() - self._written >= REWRITE_EVERY_SECONDS)):
+                self._rewrite()
+            elif self.place.local and self._kept < len(self._lines):
+                self._append()
+            for name in list(self._files):
+                (self.place / name).write_bytes(self._files[name])
+                del self._files[name]
         except OSError as error:
+            self._refused(error)
+        else:
+            if self._refused_since is not None:
+                self._refused_since, self._pause = None, 0.0
+                self._say("storage takes the run's record again; nothing of it is lost")
+
+    def _rewrite(self) -> None:
+        lines = b"".join(self._lines)
+        (self.place / METRICS_FILE).write_bytes(lines)
+        self._kept, self._bytes = len(self._lines), len(lines)
+        self._written = self._clock()
+
+    def _append(self) -> None:
+        try:
+            if self._file is None:
+                # Without a buffer: what is refused stays in self._lines, and nowhere else.
+                self._file = open((self.place / METRICS_FILE).path, "ab", buffering=0)  # open for as long as the run
+                if os.fstat(self._file.fileno()).st_size < self._bytes:  # it was lost while storage was away
+                    self._file.close()
+                    self._file = None
+                    self._rewrite()
+                    return
+                os.ftruncate(self._file.fileno(), self._bytes)  # a line that was cut off when it was refused
+            new = memoryview(b"".join(self._lines[self._kept :]))
+            size = self._bytes + len(new)
+            while new:
+                new = new[self._file.write(new) :]
+        except OSError:
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    self._file.close()
+                self._file = None
+            raise
+        self._kept, self._bytes = len(self._lines), size
+
+    def _refused(self, error: OSError) -> None:
+        at = self._clock()
+        told = self._refused_since is not None
+        since = self._refused_since if self._refused_since is not None else at
+        left = since + self._patience - at
+        if left <= 0:
             raise TrainingFailed(
                 f"{self.place}: the run's record can't be written ({error}); make room or give access, and start the same run again"
             ) from error
+        self._refused_since = since
+        self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE, left)
+        self._retry_at = at + self._pause
+        if not told:
+            self._say(f"the run's record can't be written to {self.place} now ({error}); it is kept in memory and tried again for {left:.0f} s (storagePatience)")
 
 
 def open_run(
-    storage: Place, run: str, identity: Mapping[str, Any], settings: Mapping[str, Any], *, nccl: str | None = None, clock: Callable[[], float] = time.monotonic
+    storage: Place,
+    run: str,
+    identity: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    nccl: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    patience: float = 0.0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> RunRecord:
     """The record of ``run`` in ``storage``: a new one, or the one that is there, to be gone on with.
 
@@ -307,4 +385,4 @@ def open_run(
     }
     if before is not None:
         document = {**before, **{key: document[key] for key in ("settings", "versions", "imageDigest", "codeHash")}}
-    return RunRecord(run_place, document, clock)
+    return RunRecord(run_place, document, clock, patience, say)
