@@ -1,6 +1,6 @@
 """What a person is told when a run can't go on: one sentence, and the exit code that goes with it.
 
-Exit codes: 0 done, 2 bad input, 3 training failed, 4 transport not proven.
+Exit codes: 0 done, 2 bad input, 3 training failed, 4 transport not proven, 143 ended by SIGTERM after a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ EXIT_DONE = 0
 EXIT_BAD_INPUT = 2
 EXIT_TRAINING_FAILED = 3
 EXIT_TRANSPORT_NOT_PROVEN = 4
+EXIT_TERMINATED = 143  # what a shell says of a process that SIGTERM ended
 
 
 class JobError(Exception):
@@ -33,3 +34,9 @@ class TransportNotProven(JobError):
     """The run's network is not the one that was asked for, or can't be proved to be."""
 
     exit_code = EXIT_TRANSPORT_NOT_PROVEN
+
+
+class Terminated(JobError):
+    """Ended on purpose by SIGTERM, with a checkpoint of its last step; the same command goes on from it."""
+
+    exit_code = EXIT_TERMINATED

@@ -1,7 +1,8 @@
 """The training job: ``python -m training.job --config FILE [--set key=value ...]``.
 
 The same run under Ray Train (the default), under ``torchrun --nproc-per-node N -m training.job ...``, or in this process
-(``--launcher process``). Exit codes: 0 done, 2 bad input, 3 training failed, 4 transport not proven, 130 interrupted.
+(``--launcher process``). Exit codes: 0 done, 2 bad input, 3 training failed, 4 transport not proven, 130 interrupted, 143 ended by SIGTERM
+after a checkpoint (torchrun, process; a second SIGTERM ends at once).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from training import schema
-from training.errors import EXIT_DONE, JobError, TrainingFailed
+from training.errors import EXIT_DONE, JobError, Terminated, TrainingFailed
+from training.notice import Notice, terminated
 from training.settings import Settings, load
 
 EXIT_INTERRUPTED = 130
@@ -63,11 +65,14 @@ def _here(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     from training.room import DoesNotFit
     from training.world import process_group
 
+    def end(notice: Notice) -> None:
+        raise Terminated(f"ended by a signal ({notice.reason}); start the same command again to go on from the checkpoint that was just written")
+
     while True:
         gc.collect()  # what a trial that failed had on the GPU hangs in its traceback
-        with process_group(settings.device, settings.collective_timeout) as world:
+        with terminated() as notice, process_group(settings.device, settings.collective_timeout) as world:
             try:
-                return worker.run_rank(settings, world, worker.Hooks(say))
+                return worker.run_rank(settings, world, worker.Hooks(say, notice=notice, saved=end))
             except DoesNotFit as error:
                 if world.size > 1:  # the other ranks' collectives end only with their processes
                     raise

@@ -18,6 +18,8 @@ import ray.train
 import ray.train.torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.controller.state import ResizingState
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.util.metrics import Gauge
 from ray.util.queue import Empty, Queue
@@ -25,11 +27,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from training import schema, worker
 from training.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, JobError, TrainingFailed, TransportNotProven
+from training.notice import Notice
 from training.settings import Settings
 from training.world import backend, look_around
 
 # Ten to twenty seconds without an answer: longer than a network's hiccup, shorter than Ray's own patience.
 GUARD_SECONDS, GUARD_FAILURES = 2.0, 5
+# A notice is a drained node in Ray's tables; asking the head costs it one short query. Ray's own five seconds are a fifth of a grace time.
+ALWAYS = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2"}
+# With a lost node Ray first tries the old size; what it waits then is part of the gap. Only room that is there already is waited for.
+ELASTIC = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
+# Between two looks for room for more workers: each growth costs a start of all of them.
+RESIZE_SECONDS = 60.0
+# How long a growth waits for the checkpoint it begins with, and how long the workers then wait to be ended.
+SAVE_SECONDS, ENDED_SECONDS = 300.0, 30.0
+# Ray waits as long for a drained node whose end nobody told (ray.train.v2._internal.constants.DEFAULT_PREEMPTION_DEADLINE_S).
+UNTOLD_SECONDS = 120.0
 HEAD_LOST = "the Ray head was lost (its pod or its node was stopped); start the same job again to go on from the last checkpoint"
 
 
@@ -78,20 +91,43 @@ class _TellsOfRestarts(UserCallback):
             )
 
 
+class _SavesBeforeGrowing(ControllerCallback, WorkerGroupCallback):
+    """Runs in Ray Train's controller. It ends a healthy group to start a larger one; what was done since the last checkpoint would be lost."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        self.group = worker_group
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        if not isinstance(current_state, ResizingState) or self.group is None:
+            return
+        # A run that can't answer (it is loading, or its last checkpoint is being exported) is resized all the same: that is Ray's decision.
+        with contextlib.suppress(ray.exceptions.RayError):
+            decision: Any = current_state.scaling_decision
+            ray.get(self.group.execute_single_async(0, _save_first, decision.num_workers))
+
+
 def run(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Runs to the end and returns rank 0's summary. Raises JobError."""
-    with connected(settings.workers * settings.cpus_per_worker, say):
+    elastic = settings.min_workers is not None
+    if not hasattr(ray.train, "get_preemption_info"):
+        say(f"Ray {ray.__version__} tells its workers of no spot notice: a node that is taken away is a lost worker, and counts against maxFailures")
+    with connected(settings.workers * settings.cpus_per_worker, say), _environment({**ALWAYS, **(ELASTIC if elastic else {})}):
         use_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
         # On the driver's own node: on a worker's it would be lost with that node, and the run with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
         # Ray's own bookkeeping of this launch; checkpoints and results are in the run's folder, and resuming needs nothing of Ray's.
         with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch, _spoken(lines, say):
+            scaling: Any = ScalingConfig  # ray.train has the elastic one, and types it as the older one
             trainer: Any = TorchTrainer(
                 _rank,  # type: ignore[arg-type]
                 train_loop_config={"settings": schema.as_mapping(settings), "lines": lines},
-                scaling_config=ScalingConfig(
-                    num_workers=settings.workers,
+                scaling_config=scaling(
+                    num_workers=(settings.min_workers, settings.workers) if elastic else settings.workers,
+                    elastic_resize_monitor_interval_s=RESIZE_SECONDS,
                     use_gpu=use_gpu,
                     resources_per_worker={"CPU": settings.cpus_per_worker, **({"GPU": 1} if use_gpu else {})},
                 ),
@@ -100,7 +136,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
                     name=f"{time.time_ns()}",
                     storage_path=scratch,
                     failure_config=FailureConfig(max_failures=settings.max_failures),
-                    callbacks=[_TellsOfRestarts(lines)],  # type: ignore[list-item]
+                    callbacks=[_TellsOfRestarts(lines), *([_SavesBeforeGrowing()] if elastic else [])],  # type: ignore[list-item]
                 ),
             )
             try:
@@ -133,12 +169,50 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
 
     world = look_around(ray.train.torch.get_device())
     head = _head()
-    hooks = worker.Hooks(functools.partial(_put, lines), on_metrics, on_checkpoint, functools.partial(_blame, head), functools.partial(_guard, head))
+    hooks = worker.Hooks(
+        functools.partial(_put, lines), on_metrics, on_checkpoint, functools.partial(_blame, head), functools.partial(_guard, head), _notice, _saved
+    )
     try:
         return {"summary": worker.run_rank(settings, world, hooks)}
     except JobError as error:
         # Returned and not raised: what a person must mend would only fail again in Ray's restarts.
         return {"error": {"exit_code": error.exit_code, "text": str(error)}}
+
+
+class _Heard:
+    """In a worker's process: what its controller wants and whether that is done; since when a preemption without a deadline is known."""
+
+    growth: Notice | None = None
+    saved = threading.Event()
+    untold_since: float | None = None
+
+
+def _save_first(workers: int) -> bool:
+    """Called in rank 0's process, beside its training: asks that for a checkpoint and waits until it is complete; False: it was not in time."""
+    _Heard.growth = Notice("resized", f"there is room for {workers} worker{'s' if workers > 1 else ''}")
+    return _Heard.saved.wait(SAVE_SECONDS)
+
+
+def _notice() -> Notice | None:
+    """A collective of all workers where Ray has word of preemptions."""
+    told = ray.train.get_preemption_info() if hasattr(ray.train, "get_preemption_info") else None
+    if told is None:
+        return _Heard.growth
+    ranks = ", ".join(map(str, told.preempted_ranks))
+    which = f"worker {ranks}" if len(told.preempted_ranks) == 1 else f"workers {ranks}"
+    _Heard.untold_since = _Heard.untold_since or time.time()
+    deadline = _Heard.untold_since + UNTOLD_SECONDS if told.deadline_ms is None else told.deadline_ms / 1000
+    return Notice("preempted", f"the node of {which} is being taken away", deadline)
+
+
+def _saved(notice: Notice) -> None:
+    """Ray ends the workers, at a preemption's deadline or now, to start more of them. They must not return: that would be a finished run."""
+    if notice.outcome != "resized":
+        return
+    _Heard.saved.set()
+    time.sleep(ENDED_SECONDS)  # nothing is trained that the larger group would do again
+    _Heard.growth = None
+    _Heard.saved.clear()
 
 
 def _head() -> tuple[str, int]:
@@ -182,6 +256,18 @@ def _listens(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """``values`` in this process's environment, which Ray Train hands on to its own, for the block; what is set already stays."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _told(exit_code: int, text: str) -> JobError:

@@ -32,8 +32,8 @@ def make_mesh(world: World, parallel: str) -> DeviceMesh:
     Raises BadInput where hsdp is asked for and the hosts hold unequal numbers of workers.
     """
     if parallel == "hsdp":
-        if world.size % world.local_size:
-            raise BadInput(f"parallel = hsdp needs as many workers on each host; {world.size} workers don't divide by {world.local_size}. Use fsdp")
+        if not world.even:
+            raise BadInput(f"parallel = hsdp needs as many workers on each host; {world.size} workers on {len(world.hosts)} hosts are not. Use fsdp")
         shape = (world.size // world.local_size, world.local_size)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))

@@ -28,7 +28,8 @@ if TYPE_CHECKING:  # pyarrow, which a reader with files of its own need not have
 
 SCHEMA = 1
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
-OUTCOMES = ("running", "done", "stopped", "failed")
+# preempted: its host was taken away after a notice; resized: ended to go on with more workers; interrupted: by SIGTERM. All three after a checkpoint.
+OUTCOMES = ("running", "done", "stopped", "failed", "preempted", "resized", "interrupted")
 # An object can't be appended to, only written anew; oftener than this would cost more requests than anyone reads.
 REWRITE_EVERY_SECONDS = 30.0
 # After a refusal the next try waits, each time twice as long: while one is made, training waits too.
@@ -213,12 +214,15 @@ class RunRecord:
         for attempt in self._document["attempts"]:
             if attempt["outcome"] == "running":  # its process was gone before it could say so
                 of_it = [line for line in lines if line.get("attempt") == attempt["number"]]
+                notice = attempt.get("notice") or {"outcome": "lost", "reason": "ended without a word (killed, or its host was lost)"}
                 attempt |= {
-                    "outcome": "lost",
+                    "outcome": notice["outcome"],
                     "ended": of_it[-1]["time"] if of_it else attempt["started"],
                     "endStep": of_it[-1]["step"] if of_it else attempt["startStep"],
-                    "reason": "ended without a word (killed, or its host was lost)",
+                    "reason": notice["reason"],
                 }
+            if attempt is self._document["attempts"][-1] and attempt["worldSize"] != world_size and attempt["outcome"] not in ("done", "stopped"):
+                attempt["reason"] = f"{attempt['reason']}; the run went on with {world_size} worker{'s' if world_size > 1 else ''} for {attempt['worldSize']}"
         self.attempt = len(self._document["attempts"]) + 1
         self._document["attempts"].append(
             {
@@ -252,8 +256,17 @@ class RunRecord:
         self._document |= {file_key(key): _plain(value) for key, value in values.items()}
         self._save()
 
+    def expect(self, outcome: str, reason: str, **facts: Any) -> None:
+        """Says beforehand how the attempt ends if its processes end without a word (see :data:`OUTCOMES`). ``facts`` are kept beside it."""
+        named = {file_key(key): _plain(value) for key, value in facts.items()}
+        self._document["attempts"][-1]["notice"] = {"outcome": outcome, "reason": reason, **named}
+        self._save()
+
     def close(self, outcome: str, end_step: int, reason: str | None = None) -> None:
-        """Ends the attempt: done, stopped (on purpose, before its last step) or failed, after ``end_step`` steps. A second call does nothing."""
+        """Ends the attempt after ``end_step`` steps: done, stopped (on purpose, before its last step), or another of :data:`OUTCOMES`.
+
+        A second call does nothing.
+        """
         if self._closed:
             return
         if outcome not in OUTCOMES[1:]:

@@ -99,6 +99,12 @@ class Settings:
     loss_chunk: int = setting(8192, "Tokens whose logits exist at the same time: 2.5 GB in bf16 at 8,192 tokens of Qwen2.5.", at_least=1)
 
     workers: int = setting(1, "Processes, one a GPU where there are GPUs.", at_least=1)
+    min_workers: int | None = setting(
+        None,
+        "Under Ray: the run goes on with as few workers as this when a node is lost, and takes up to workers again when there is room for them;"
+        " the global batch stays. None: always as many as workers, and it waits for them.",
+        at_least=1,
+    )
     cpus_per_worker: int = setting(1, "CPUs that Ray sets aside for a worker.", at_least=1)
     device: str = setting("auto", "auto: cuda where a GPU is present.", choices=("auto", "cpu", "cuda"))
     max_failures: int = setting(2, "Restarts of the worker group after a lost worker, each from the last complete checkpoint.", at_least=0)
@@ -160,6 +166,8 @@ class Settings:
             problems.append(f"run = {self.run!r}: use 1 to 63 lower-case letters, digits, '.', '_' and '-', with a letter or digit first and last")
         if self.stop_after is not None and self.stop_after > self.steps:
             problems.append(f"stopAfter = {self.stop_after} lies beyond steps = {self.steps}; lower it or raise steps")
+        if self.min_workers is not None and self.min_workers > self.workers:
+            problems.append(f"minWorkers = {self.min_workers} is more than workers = {self.workers}; lower it, or raise workers")
         if self.warmup_steps > self.steps:
             problems.append(f"warmupSteps = {self.warmup_steps} is longer than the run (steps = {self.steps}); lower warmupSteps")
         if self.sequence_length is not None and self.tokens_per_step % self.sequence_length:
@@ -178,7 +186,7 @@ def not_divisible(tokens_per_step: int, sequence_length: int) -> str:
 # What may change between two starts of the same run without making it another run: where and how it runs, not what it computes.
 FREE_TO_CHANGE = frozenset(
     """run storage data sequenceLength steps stopAfter microBatch precision parallel reshard reduceDtype activationCheckpointing blocks lossChunk
-    workers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport
+    workers minWorkers cpusPerWorker device maxFailures collectiveTimeout logEvery evalEvery evalRows checkpointEvery keepCheckpoints export transport
     nicsPerHost gpuDirect storagePatience hangFactor hangFloor onDivergence spikeFactor maxRollbacks""".split()
 )
 

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from training import checkpoint, loop, model, parallel, plan, room, schema, tokenizer
 from training.data import Batches, PreparedData, eval_batches, open_data
-from training.errors import BadInput, JobError, TransportNotProven
+from training.errors import BadInput, JobError, Terminated, TransportNotProven
 from training.export import export
 from training.fast.attention import preferred_kernels
 from training.fast.choose import Pieces
 from training.fast.choose import choose as choose_pieces
 from training.flops import ModelShape, mfu
+from training.notice import Notice, Watch
 from training.record import RunRecord, StepMetrics, open_run, refuse_another
 from training.settings import Settings, identity, not_divisible, run_name
 from training.storage import Place, place, redacted
@@ -40,13 +42,17 @@ class Hooks:
     """What a launcher gives its workers. ``say`` speaks to the person (rank 0 only calls it); ``on_metrics`` gets rank 0's lines;
     ``on_checkpoint(step, metrics)`` is called on every rank after a checkpoint was begun; ``guard(lost)`` is entered by rank 0 while it
     trains: where the launcher finds that nobody is left to hear of this run's end, it calls ``lost(reason)`` and ends the process.
-    ``blame()`` tells what the launcher knows of the cause of a failure, None where it knows nothing."""
+    ``blame()`` tells what the launcher knows of the cause of a failure, None where it knows nothing.
+    ``notice()`` is called on all ranks at the same steps: what the launcher was told of these processes' end, None where nothing;
+    ``saved(notice)`` on all of them when the checkpoint for it is complete. If it returns, training goes on."""
 
     say: Callable[[str], None]
     on_metrics: Callable[[Mapping[str, float]], None] = lambda _: None
     on_checkpoint: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None
     blame: Callable[[], str | None] = lambda: None
     guard: Callable[[Callable[[str], None]], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    notice: Callable[[], Notice | None] = lambda: None
+    saved: Callable[[Notice], None] = lambda _: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +123,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     say = hooks.say if world.is_main else _silent
     job = world.together(lambda: check(settings))
     pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
-    choice = world.broadcast(world.on_main(lambda: _choose(job, world, pieces)))
+    choice = world.broadcast(world.on_main(lambda: _choose(job, world, pieces, say)))
     assert choice is not None
     _share_storage(job, world)
 
@@ -141,6 +147,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     network = Network(job, world, choice, attempt, say)
     checkpoints = checkpoint.Checkpointer(job.folder / "checkpoints", world, attempt, settings.keep_checkpoints, asynchronous=world.device.type == "cuda")
     step_done = start_step
+    watch = Watch(world, hooks.notice, start_step)
+    expected: Notice | None = None
     guards = contextlib.ExitStack()
     if record is not None:
         closing = record.close
@@ -189,6 +197,31 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
                 record.log_evaluation(done, loss)
             say(f"step {done}: held-out loss {loss:.4f}, perplexity {latest['perplexity']:.2f}")
 
+        def save(done: int) -> None:
+            facts = {"run": job.run, "tokens": done * settings.tokens_per_step, "loss": latest.get("loss"), "identity": job.identity}
+            checkpoints.save(done, net, optimizer, facts)
+
+        def heed(done: int, is_saved: bool) -> None:
+            nonlocal expected
+            told = watch.look(done)
+            if told is None:
+                return
+            began, expected = time.monotonic(), told
+            deadline = datetime.datetime.fromtimestamp(told.deadline, datetime.UTC).isoformat(timespec="seconds") if told.deadline is not None else None
+            if record is not None:
+                record.expect(told.outcome, told.reason, deadline=deadline, step=done)
+            if not is_saved and not all(world.gather(_finite(net))):
+                return  # the next line of metrics finds it too, and says so
+            if not is_saved:
+                save(done)
+            checkpoints.wait()
+            seconds = world.broadcast(time.monotonic() - began)
+            if record is not None:
+                record.expect(told.outcome, told.reason, deadline=deadline, step=done, save_seconds=round(seconds, 2))
+            say(f"{told.reason}; step {done} is saved, in {seconds:.1f} s")
+            watch.saved(told, seconds)
+            hooks.saved(told)
+
         def after_step(done: int) -> None:
             evaluates = eval_rows > 0 and (done == job.last_step or (settings.eval_every > 0 and done % settings.eval_every == 0))
             saves = done == job.last_step or done % settings.checkpoint_every == 0
@@ -199,10 +232,10 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             if evaluates:
                 evaluate(done)
             if saves:
-                checkpoints.save(
-                    done, net, optimizer, {"run": job.run, "tokens": done * settings.tokens_per_step, "loss": latest["loss"], "identity": job.identity}
-                )
+                save(done)
                 hooks.on_checkpoint(done, latest)
+            if done < job.last_step:
+                heed(done, saves)
             if evaluates or saves:
                 network.mark(done)
             checkpoints.poll()
@@ -226,6 +259,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             reason = f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
             blamed = None if isinstance(error, JobError) else hooks.blame()
             with contextlib.suppress(OSError):  # the storage may be what failed; the error itself must be the one that is told
+                if expected is not None and (not isinstance(error, JobError) or isinstance(error, Terminated)):
+                    record.close(expected.outcome, step_done, expected.reason)
                 record.close("failed", step_done, f"{blamed}. {reason}" if blamed else reason)
         raise error from raised if error is not raised else None
     finally:
@@ -241,12 +276,16 @@ class Network:
     def __init__(self, job: Checked, world: World, choice: plan.Choice, attempt: int, say: Callable[[str], None]) -> None:
         settings = job.settings
         self.world, self.say, self.file = world, say, job.folder / "verdict.json"
-        self.expected = Expectation(settings.transport, len(world.hosts), world.size, settings.nics_per_host, settings.gpu_direct)
+        transport = settings.transport
+        if settings.min_workers is not None and len(world.hosts) == 1 and transport != "any":
+            transport = "any"
+            say(f"all {world.size} workers are on one host, so nothing travels between hosts; transport = {settings.transport} is judged when there are two")
+        self.expected = Expectation(transport, len(world.hosts), world.size, settings.nics_per_host, settings.gpu_direct)
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         # This host's own folder: NCCL writes there all the time. Left in place, for whoever wants to read NCCL's own words.
         logs = Path(tempfile.gettempdir()) / f"nccl-logs-{os.getuid()}"
         self.started = gate.start(self.expected, logs, job.run, attempt, world.rank, world.local_rank, backend)
-        cluster = plan.Cluster(len(world.hosts), world.local_size, plan.machine("cpu", compute_bytes=_compute_dtype(settings, world).itemsize))
+        cluster = _cluster(world, plan.machine("cpu", compute_bytes=_compute_dtype(settings, world).itemsize))
         # Expected bytes are those of NCCL's rings; gloo moves the same data by other ways.
         self.bytes_per_step = (
             plan.between_hosts_bytes(_shape(job), cluster, choice, settings.tokens_per_step, job.sequence_length)
@@ -312,6 +351,12 @@ def _silent(_text: str) -> None:
     pass
 
 
+def _finite(net: Any) -> bool:
+    """Whether this rank's part of the weights is finite."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in net.parameters())
+    return all(bool(torch.isfinite(part).all()) for part in parts)
+
+
 def _compute_dtype(settings: Settings, world: World) -> torch.dtype:
     bf16 = settings.precision in ("bf16", "fp8") or (settings.precision == "auto" and world.device.type == "cuda")
     return torch.bfloat16 if bf16 else torch.float32
@@ -321,7 +366,12 @@ def _shape(job: Checked) -> ModelShape:
     return ModelShape.of(job.config.to_dict())
 
 
-def _choose(job: Checked, world: World, pieces: Pieces) -> plan.Choice:
+def _cluster(world: World, machine: plan.Machine) -> plan.Cluster:
+    """``world`` as the plan knows it; where hosts hold unequal numbers of workers, each counts as alone on its host, which no layout is built on."""
+    return plan.Cluster(len(world.hosts), world.local_size, machine) if world.even else plan.Cluster(world.size, 1, machine)
+
+
+def _choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None]) -> plan.Choice:
     s = job.settings
 
     def fixed(value: str) -> str | None:
@@ -329,9 +379,13 @@ def _choose(job: Checked, world: World, pieces: Pieces) -> plan.Choice:
 
     blocks = "fp8" if pieces.fp8 else "fast" if pieces.blocks == "fast" else "compiled"
     machine = plan.this_machine(world.device.type, compute_bytes=_compute_dtype(s, world).itemsize, blocks=blocks)
-    cluster = plan.Cluster(len(world.hosts), world.local_size, machine)
+    cluster = _cluster(world, machine)
+    layout = fixed(s.parallel)
+    if layout == "hsdp" and s.min_workers is not None and not world.even:
+        layout = "fsdp"
+        say(f"parallel = hsdp needs as many workers on each host, and {world.size} workers on {len(world.hosts)} hosts are not: fsdp until they are")
     wanted = plan.Fixed(
-        parallel=fixed(s.parallel),
+        parallel=layout,
         reshard=None if s.reshard == "auto" else s.reshard == "yes",
         reduce_dtype=fixed(s.reduce_dtype),
         activation_checkpointing=fixed(s.activation_checkpointing),
@@ -339,6 +393,16 @@ def _choose(job: Checked, world: World, pieces: Pieces) -> plan.Choice:
         micro_batch_below=room.too_large(job.folder),
     )
     choice, _ = plan.choose(_shape(job), cluster, s.tokens_per_step, job.sequence_length, wanted, s.loss_chunk)
+    if s.min_workers is not None and s.min_workers < world.size:
+        # Refused now, and not hours later when a host is lost.
+        a_host = min(s.min_workers, world.local_size)
+        even = s.min_workers % a_host == 0
+        fewest = plan.Cluster(s.min_workers // a_host, a_host, machine) if even else plan.Cluster(s.min_workers, 1, machine)
+        try:
+            small = wanted if even else dataclasses.replace(wanted, parallel="fsdp")
+            plan.choose(_shape(job), fewest, s.tokens_per_step, job.sequence_length, small, s.loss_chunk)
+        except BadInput as error:
+            raise BadInput(f"minWorkers = {s.min_workers} is too few: {error}. Raise minWorkers") from error
     return choice
 
 

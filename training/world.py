@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """``size`` processes, ``local_size`` of them on this host; ``hosts`` holds one name a host, in order of rank."""
+    """``size`` processes, ``local_size`` of them on this host; ``hosts`` holds one name a host, in order of rank.
+
+    ``even``: every host has as many processes as the others.
+    """
 
     rank: int
     size: int
@@ -29,6 +32,7 @@ class World:
     local_size: int
     hosts: tuple[str, ...]
     device: torch.device
+    even: bool = True
 
     @property
     def is_main(self) -> bool:
@@ -94,7 +98,10 @@ def look_around(device: torch.device) -> World:
     names: list[Any] = [None] * size
     dist.all_gather_object(names, (socket.gethostname(), local_rank))
     hosts = tuple(name for name, local in names if local == 0)
-    return World(rank, size, local_rank, local_size, hosts, device)
+    # In order of rank, a host's processes are neighbours: its first one is its local rank 0.
+    starts = [i for i, (_, local) in enumerate(names) if local == 0]
+    counts = {after - first for first, after in zip(starts, [*starts[1:], size], strict=True)}
+    return World(rank, size, local_rank, local_size, hosts, device, even=len(counts) == 1)
 
 
 @contextlib.contextmanager
