@@ -328,7 +328,7 @@ class RunRecord:
         try:
             if self._file is None:
                 # Without a buffer: what is refused stays in self._lines, and nowhere else.
-                self._file = open((self.place / METRICS_FILE).path, "ab", buffering=0)  # open for as long as the run
+                self._file = open((self.place / METRICS_FILE).path, "ab", buffering=0)  # noqa: SIM115 (open for as long as the run)
                 if os.fstat(self._file.fileno()).st_size < self._bytes:  # it was lost while storage was away
                     self._file.close()
                     self._file = None
@@ -360,7 +360,9 @@ class RunRecord:
         self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE, left)
         self._retry_at = at + self._pause
         if not told:
-            self._say(f"the run's record can't be written to {self.place} now ({error}); it is kept in memory and tried again for {left:.0f} s (storagePatience)")
+            self._say(
+                f"the run's record can't be written to {self.place} now ({error}); it is kept in memory and tried again for {left:.0f} s (storagePatience)"
+            )
 
 
 def open_run(
