@@ -101,30 +101,45 @@ class _ReduceScatter(DefaultReduceScatter):
             return super().__call__(*arguments, **named)
 
 
-def own_seconds(shares: Sequence[Shares]) -> list[float]:
-    """By rank: seconds of a mean step in which it did not wait for a slower one."""
-    steps = sum(s.steps for s in shares)
-    waited = [[exchange - min(s.exchange) for exchange in s.exchange] for s in shares]
-    return [sum(s.steps * (s.step_seconds - w[rank]) for s, w in zip(shares, waited, strict=True)) / steps for rank in range(len(shares[0].exchange))]
+def own_seconds(shares: Shares) -> list[float]:
+    """By rank: seconds of a step in which it did not wait for a slower one."""
+    least = min(shares.exchange)
+    return [shares.step_seconds - (exchange - least) for exchange in shares.exchange]
 
 
-def slowest(shares: Sequence[Shares], hosts: Sequence[str]) -> dict[str, Any] | None:
-    """The rank that the others waited for most, for the record; None where nothing was measured or there is no other rank. ``hosts``: one a rank."""
-    if not shares or len(hosts) < 2:
-        return None
-    own = own_seconds(shares)
-    rank = max(range(len(own)), key=own.__getitem__)
-    median = statistics.median_low(own)
-    steps = sum(s.steps for s in shares)
-    return {
-        "rank": rank,
-        "host": hosts[rank],
-        "ratio": round(own[rank] / median, 3) if median > 0 else 1.0,
-        "ownSeconds": own[rank],
-        "medianSeconds": median,
-        "dataWait": sum(s.steps * s.data_wait[rank] for s in shares) / steps,
-        "steps": steps,
-    }
+class Tally:
+    """All lines of a run so far, but for the first one, in which things are compiled and filled. ``hosts``: one a rank."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = hosts
+        self._lines = self._steps = 0
+        self._own, self._data = [0.0] * len(hosts), [0.0] * len(hosts)
+
+    def add(self, shares: Shares) -> None:
+        """Counts a line in."""
+        self._lines += 1
+        if self._lines == 1:
+            return
+        self._steps += shares.steps
+        self._own = [sum_ + shares.steps * own for sum_, own in zip(self._own, own_seconds(shares), strict=True)]
+        self._data = [sum_ + shares.steps * wait for sum_, wait in zip(self._data, shares.data_wait, strict=True)]
+
+    def slowest(self) -> dict[str, Any] | None:
+        """The rank that the others waited for most, for the record; None where nothing was measured or there is no other rank."""
+        if not self._steps or len(self.hosts) < 2:
+            return None
+        own = [seconds / self._steps for seconds in self._own]
+        rank = max(range(len(own)), key=own.__getitem__)
+        median = statistics.median_low(own)
+        return {
+            "rank": rank,
+            "host": self.hosts[rank],
+            "ratio": round(own[rank] / median, 3) if median > 0 else 1.0,
+            "ownSeconds": own[rank],
+            "medianSeconds": median,
+            "dataWait": self._data[rank] / self._steps,
+            "steps": self._steps,
+        }
 
 
 def line(found: Mapping[str, Any] | None) -> str | None:

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -114,13 +114,32 @@ class Idle:
 
     doing = STEP
     """What the main thread does, for a person."""
+    paused: str | None = None
 
     def ended(self, done: int) -> None:
         """An optimizer step ended (on a GPU: was queued), and ``done`` of them by now."""
 
-    def pause(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """While the block runs (an evaluation, a checkpoint), no step is awaited, on no rank."""
-        return contextlib.nullcontext()
+    def pausing(self, what: str | None) -> None:
+        """From here on (an evaluation, a checkpoint) no step is awaited, on no rank; None: from here on it is again."""
+
+    @contextlib.contextmanager
+    def pause(self, what: str) -> Iterator[None]:
+        """:meth:`pausing` for the block."""
+        before = self.paused
+        self.pausing(what)
+        try:
+            yield
+        finally:
+            self.pausing(before)
+
+    def close(self) -> None:
+        """Ends the watch."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Watchdog(Idle):
@@ -137,7 +156,6 @@ class Watchdog(Idle):
         self._keys, self._flag_key = [f"{prefix}/{rank}" for rank in range(world.size)], f"{prefix}/hang"
         self._store = _own_connection() if world.size > 1 else None
         self._done, self._at = done, time.monotonic()
-        self._pausing: str | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._queued: deque[tuple[int, torch.cuda.Event]] = deque()
         self._last_event: torch.cuda.Event | None = None
@@ -168,14 +186,9 @@ class Watchdog(Idle):
             self._seconds.append(at - self._began)
         self._done, self._at, self._began = done, at, at
 
-    @contextlib.contextmanager
-    def pause(self, what: str) -> Iterator[None]:
-        before, self._pausing = self._pausing, what
-        try:
-            yield
-        finally:
-            self._pausing, self._at = before, time.monotonic()
-            self._began = self._at if self._began is not None else None
+    def pausing(self, what: str | None) -> None:
+        self.paused, self._at = what, time.monotonic()
+        self._began = self._at if self._began is not None else None
 
     def close(self) -> None:
         """Ends the watch, and returns. Where the process is being ended already, it waits for that: the error that brings the main thread here is
@@ -187,12 +200,6 @@ class Watchdog(Idle):
                 return
         time.sleep(2 * STACKS_PATIENCE + 2 * TELLING_PATIENCE)
 
-    def __enter__(self) -> Watchdog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- the thread that judges
 
     def _judge(self) -> None:
@@ -203,7 +210,7 @@ class Watchdog(Idle):
             if self._flag is not None and len(self._table) == self.world.size:
                 self._end(json.loads(self._flag)["silent"])
             most = limit(self._seconds, self.factor, self.floor)
-            if most is None or self._pausing is not None or now - self._at <= most:
+            if most is None or self.paused is not None or now - self._at <= most:
                 before, self._late_since = None, None
                 continue
             self._late_since = self._late_since or now
@@ -234,7 +241,7 @@ class Watchdog(Idle):
             self._done, self._at, self._last_event = done, time.monotonic(), event
 
     def _self(self) -> Seen:
-        return Seen(socket.gethostname(), os.getpid(), self._done, self.doing, self._pausing, self._beat, self._collectives, self._stacks, self._told)
+        return Seen(socket.gethostname(), os.getpid(), self._done, self.doing, self.paused, self._beat, self._collectives, self._stacks, self._told)
 
     # ---- the thread that exchanges with the others: a stopped store blocks it for good, whatever time-out is set
 
