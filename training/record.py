@@ -256,6 +256,16 @@ class RunRecord:
         self._document |= {file_key(key): _plain(value) for key, value in values.items()}
         self._save()
 
+    def rewind(self, step: int, rollback: Mapping[str, Any]) -> None:
+        """Drops this run's lines beyond ``step``, for the run goes on from there; ``rollback`` (plain data) joins those in run.json."""
+        self._lines = [line for line in self._lines if json.loads(line)["step"] <= step]
+        self._kept = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._document.setdefault("rollbacks", []).append(_plain(rollback))
+        self._save()
+
     def expect(self, outcome: str, reason: str, **facts: Any) -> None:
         """Says beforehand how the attempt ends if its processes end without a word (see :data:`OUTCOMES`). ``facts`` are kept beside it."""
         named = {file_key(key): _plain(value) for key, value in facts.items()}
@@ -363,6 +373,17 @@ class RunRecord:
             self._say(
                 f"the run's record can't be written to {self.place} now ({error}); it is kept in memory and tried again for {left:.0f} s (storagePatience)"
             )
+
+
+def fail_for(run_place: Place, attempt: int, end_step: int, reason: str) -> None:
+    """Ends the attempt as failed in place of its writer, whose process is stopped. Raises BadInput or OSError where the record can't be reached."""
+    run, _ = read_run(run_place)
+    entry = run["attempts"][attempt - 1]
+    if entry["outcome"] != "running":
+        return
+    ended = now()
+    entry |= {"ended": ended, "outcome": "failed", "endStep": end_step, "reason": _plain(reason)}
+    (run_place / RUN_FILE).write_json({**run, "ended": ended, "outcome": "failed"})
 
 
 def open_run(
