@@ -251,6 +251,16 @@ class RunRecord:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         self._add({"step": step, "evalLoss": loss, "perplexity": perplexity})
 
+    def rewind(self, step: int) -> None:
+        """The attempt goes on after ``step``, earlier than :meth:`start` was told: lines beyond it are dropped, for those steps are done again."""
+        self._lines = [line for line in self._lines if json.loads(line)["step"] <= step]
+        self._document["attempts"][-1]["startStep"] = step
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._kept = -1
+        self._save()
+
     def note(self, **values: Any) -> None:
         """Adds or replaces fields of run.json (in camelCase there), such as ``cost`` or ``plan``."""
         self._document |= {file_key(key): _plain(value) for key, value in values.items()}
