@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from training import checkpoint, loop, model, parallel, plan, room, schema, tokenizer
 from training.data import Batches, PreparedData, eval_batches, open_data
-from training.errors import BadInput, JobError, Terminated, TransportNotProven
+from training.errors import BadInput, JobError, Terminated, TrainingFailed, TransportNotProven
 from training.export import export
 from training.fast.attention import preferred_kernels
 from training.fast.choose import Pieces
@@ -30,11 +30,12 @@ from training.record import RunRecord, StepMetrics, open_run, refuse_another
 from training.settings import Settings, identity, not_divisible, run_name
 from training.storage import Place, place, redacted
 from training.transport import gate
-from training.transport.verdict import Expectation, ExpectedBytes
+from training.transport.verdict import Expectation, ExpectedBytes, Verdict
 from training.world import World
 
 # A run that checkpoints seldom is judged in between, so that a network lost on the way is found within minutes.
 JUDGE_EVERY_SECONDS = 600.0
+VERDICT_FILE = "verdict.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +141,20 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     model.allocate(net, world.device)
     optimizer = loop.make_optimizer(net, settings)
 
-    found = checkpoint.latest(job.folder / "checkpoints", world, say)
+    found = checkpoint.latest(job.folder / "checkpoints", world, say, settings.storage_patience)
     start_step = found.step if found else 0
-    record = world.on_main(lambda: _open_record(job, world, start_step, choice, pieces))
+    record = world.on_main(lambda: _open_record(job, world, start_step, choice, pieces, say))
+
+    def keep(write: Callable[[RunRecord], None]) -> None:
+        # A collective: where the record can't be written any more, all ranks stop.
+        world.together((lambda: write(record)) if record is not None else (lambda: None))
+
     attempt = world.broadcast(record.attempt if record else 0)
-    network = Network(job, world, choice, attempt, say)
-    checkpoints = checkpoint.Checkpointer(job.folder / "checkpoints", world, attempt, settings.keep_checkpoints, asynchronous=world.device.type == "cuda")
+    network = Network(job, world, choice, attempt, say, record)
+    background = world.device.type == "cuda"
+    checkpoints = checkpoint.Checkpointer(
+        job.folder / "checkpoints", world, attempt, settings.keep_checkpoints, asynchronous=background, patience=settings.storage_patience, say=say
+    )
     step_done = start_step
     watch = Watch(world, hooks.notice, start_step)
     expected: Notice | None = None
@@ -155,8 +164,12 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         guards.enter_context(hooks.guard(lambda reason: closing("failed", step_done, reason)))
     try:
         network.check()
+        loaded = checkpoints.load_newest(found, net, optimizer)
+        if loaded is not found:
+            found, start_step = loaded, loaded.step if loaded else 0
+            step_done = start_step
+            keep(lambda of_run: of_run.rewind(start_step))
         if found:
-            checkpoints.load(found, net, optimizer)
             say(f"resuming {job.run} from step {found.step} (written by {found.facts['worldSize']} workers, now {world.size})")
         else:
             weights = world.on_main(lambda: model.full_weights(settings.model, job.config, settings.seed))
@@ -181,9 +194,9 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             step_done = line.step
             line = dataclasses.replace(line, mfu=_mfu(line, job, world))
             latest.update(loss=line.loss, tokensPerSecond=line.tokens_per_second)
+            keep(lambda of_run: of_run.log(line))
             if record is None:
                 return
-            record.log(line)
             hooks.on_metrics(
                 {"step": line.step, "loss": line.loss, "grad_norm": line.grad_norm, "tokens_per_second": line.tokens_per_second, "data_wait": line.data_wait}
             )
@@ -193,8 +206,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         def evaluate(done: int) -> None:
             loss = loop.evaluate(net, eval_batches(job.data, eval_rows, choice.micro_batch, world.size, world.rank, settings.document_mask), settings, world)
             latest.update(evalLoss=loss, perplexity=math.exp(min(loss, 700.0)))
-            if record is not None:
-                record.log_evaluation(done, loss)
+            keep(lambda of_run: of_run.log_evaluation(done, loss))
             say(f"step {done}: held-out loss {loss:.4f}, perplexity {latest['perplexity']:.2f}")
 
         def save(done: int) -> None:
@@ -224,7 +236,9 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
 
         def after_step(done: int) -> None:
             evaluates = eval_rows > 0 and (done == job.last_step or (settings.eval_every > 0 and done % settings.eval_every == 0))
-            saves = done == job.last_step or done % settings.checkpoint_every == 0
+            regular = done % settings.checkpoint_every == 0
+            # One that is owed waits for a step whose loss is known to be finite, as a regular one's always is.
+            saves = done == job.last_step or ((regular or done % settings.log_every == 0) and checkpoints.is_due(regular))
             # After the first step, so that a run on the wrong network costs one step; then the bytes, whenever something
             # else than training is about to use the network.
             if done == start_step + 1 or evaluates or saves or (done % settings.log_every == 0 and network.is_due()):
@@ -248,7 +262,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             say(f"step {start_step} is already done; nothing is left to train")
             if eval_rows:
                 evaluate(start_step)
-        checkpoints.wait()
+        checkpoints.finish(net, optimizer)
         step_done = max(start_step, job.last_step)
         if settings.export:
             generation = world.on_main(lambda: model.load_generation_config(settings.model))
@@ -258,7 +272,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         if record is not None:
             reason = f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
             blamed = None if isinstance(error, JobError) else hooks.blame()
-            with contextlib.suppress(OSError):  # the storage may be what failed; the error itself must be the one that is told
+            with contextlib.suppress(TrainingFailed):  # the storage may be what failed; the error itself must be the one that is told
                 if expected is not None and (not isinstance(error, JobError) or isinstance(error, Terminated)):
                     record.close(expected.outcome, step_done, expected.reason)
                 record.close("failed", step_done, f"{blamed}. {reason}" if blamed else reason)
@@ -273,9 +287,9 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
 class Network:
     """Proves, while the run goes on, which network carries it. Its methods are collectives, but for :meth:`explain`."""
 
-    def __init__(self, job: Checked, world: World, choice: plan.Choice, attempt: int, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Checked, world: World, choice: plan.Choice, attempt: int, say: Callable[[str], None], record: RunRecord | None) -> None:
         settings = job.settings
-        self.world, self.say, self.file = world, say, job.folder / "verdict.json"
+        self.world, self.say, self.record = world, say, record
         transport = settings.transport
         if settings.min_workers is not None and len(world.hosts) == 1 and transport != "any":
             transport = "any"
@@ -302,7 +316,7 @@ class Network:
         missing = [f"{p.host}: {check.saw}; {check.do}" for p in checks if p is not None for check in p.checks if not check.ok]
         if missing:
             found = gate.judge_now(self.started, self.expected, self.world.gather)
-            self.world.on_main(lambda: self.file.write_json(found.as_dict()))
+            self._keep(found)
             more = f" ({len(missing) - 1} more in verdict.json)" if len(missing) > 1 else ""
             raise TransportNotProven(f"transport = efa, but {missing[0]}{more}")
 
@@ -317,7 +331,7 @@ class Network:
             expected_bytes = ExpectedBytes(self.bytes_per_step * (done - self.marked_at))
         self._settle()
         found = gate.judge_now(self.started, self.expected, self.world.gather, expected_bytes)
-        self.world.on_main(lambda: self.file.write_json(found.as_dict()))
+        self._keep(found)
         if self.line != found.line():
             self.line = found.line()
             self.say(self.line)
@@ -330,6 +344,10 @@ class Network:
         self._settle()
         self.started, self.marked_at = gate.mark(self.started), done
 
+    def _keep(self, found: Verdict) -> None:
+        record = self.record
+        self.world.together((lambda: record.write(VERDICT_FILE, found.as_dict())) if record is not None else (lambda: None))
+
     def _settle(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()  # the steps that were counted must have left the host
@@ -341,9 +359,9 @@ class Network:
         found = gate.judge_reports([gate.report(self.started)], self.expected, self.started.run, self.started.attempt)
         if found.ok:
             return error
-        if self.world.is_main:
-            with contextlib.suppress(OSError):
-                self.file.write_json(found.as_dict())
+        if self.record is not None:
+            with contextlib.suppress(TrainingFailed):
+                self.record.write(VERDICT_FILE, found.as_dict())
         return TransportNotProven(f"{gate.failure(found)}. It stopped with: {error}")
 
 
@@ -429,9 +447,11 @@ def _share_storage(job: Checked, world: World) -> None:
                 probe.delete()
 
 
-def _open_record(job: Checked, world: World, start_step: int, choice: plan.Choice, pieces: Pieces) -> RunRecord:
+def _open_record(job: Checked, world: World, start_step: int, choice: plan.Choice, pieces: Pieces, say: Callable[[str], None]) -> RunRecord:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    record = open_run(place(job.settings.storage), job.run, job.identity, schema.as_mapping(job.settings), nccl=nccl)
+    s = job.settings
+    storage = place(s.storage, hasty=True)  # training waits while it is written
+    record = open_run(storage, job.run, job.identity, schema.as_mapping(s), nccl=nccl, patience=s.storage_patience, say=say)
     record.start(start_step, world.size, world.hosts)
     record.note(plan=dataclasses.asdict(choice), pieces=dataclasses.asdict(pieces))
     return record
