@@ -137,6 +137,7 @@ class Checkpointer:
         """Whether a checkpoint is missing that should be there: refused by storage, or left out while another was on its way."""
         self._refused_since: float | None = None  # by rank 0's clock, as all times here; the same on all ranks
         self._pause, self._retry_at = 0.0, 0.0
+        self._begun: tuple[int, Mapping[str, Any]] = (0, {})
         self._notes: list[str] = []  # of rank 0, from the background
 
     def is_due(self, regular: bool) -> bool:
@@ -163,7 +164,7 @@ class Checkpointer:
         Raises TrainingFailed on all ranks when this checkpoint, or the one that was on its way, can't be written and patience is at its end.
         """
         self.wait()
-        self.owed = False
+        self.owed, self._begun = False, (step, facts)
         folder = self.folder / _name(step, self.attempt)
 
         def commit(sums: Sequence[Sums]) -> None:
@@ -229,11 +230,15 @@ class Checkpointer:
         else:
             self._written(pending.step)
 
-    def finish(self, step: int, model: Any, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
-        """Returns when step ``step``, the last one, is in storage; begun again as long as patience lasts. Raises TrainingFailed as :meth:`wait`."""
+    def finish(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Returns when the checkpoint that was begun last is in storage; it is begun again, from the same state, as long as patience lasts.
+
+        Raises TrainingFailed as :meth:`wait`.
+        """
         self.wait()
         while self.owed:
             time.sleep(self.world.broadcast(max(0.0, self._retry_at - self.clock())))
+            step, facts = self._begun
             self.save(step, model, optimizer, facts)
             self.wait()
 
