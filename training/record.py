@@ -251,29 +251,25 @@ class RunRecord:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         self._add({"step": step, "evalLoss": loss, "perplexity": perplexity})
 
-    def rewind(self, step: int) -> None:
-        """The attempt goes on after ``step``, earlier than :meth:`start` was told: lines beyond it are dropped, for those steps are done again."""
-        self._lines = [line for line in self._lines if json.loads(line)["step"] <= step]
-        self._document["attempts"][-1]["startStep"] = step
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        self._kept = -1
-        self._save()
-
     def note(self, **values: Any) -> None:
         """Adds or replaces fields of run.json (in camelCase there), such as ``cost`` or ``plan``."""
         self._document |= {file_key(key): _plain(value) for key, value in values.items()}
         self._save()
 
-    def rewind(self, step: int, rollback: Mapping[str, Any]) -> None:
-        """Drops this run's lines beyond ``step``, for the run goes on from there; ``rollback`` (plain data) joins those in run.json."""
+    def rewind(self, step: int, rollback: Mapping[str, Any] | None = None) -> None:
+        """Drops this run's lines beyond ``step``, for the run goes on from there; ``rollback`` (plain data) joins those in run.json.
+
+        Without one the attempt itself begins there, earlier than :meth:`start` was told.
+        """
         self._lines = [line for line in self._lines if json.loads(line)["step"] <= step]
         self._kept = -1
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._document.setdefault("rollbacks", []).append(_plain(rollback))
+        if rollback is None:
+            self._document["attempts"][-1]["startStep"] = step
+        else:
+            self._document.setdefault("rollbacks", []).append(_plain(rollback))
         self._save()
 
     def expect(self, outcome: str, reason: str, **facts: Any) -> None:
