@@ -226,7 +226,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
                 return  # the next line of metrics finds it too, and says so
             if not is_saved:
                 save(done)
-            checkpoints.wait()
+            checkpoints.finish(net, optimizer)  # storage that refuses it is asked again: there is nothing better to do with the time that is left
             seconds = world.broadcast(time.monotonic() - began)
             if record is not None:
                 record.expect(told.outcome, told.reason, deadline=deadline, step=done, save_seconds=round(seconds, 2))
