@@ -84,21 +84,20 @@ def train(
             if wrong:
                 raise Diverged(done, wrong)
             seconds = (time.perf_counter() - began) / counted
-            with watch.pause("writing a line of metrics"):
-                on_line(
-                    StepMetrics(
-                        step=done,
-                        loss=loss,
-                        grad_norm=grad_norm,
-                        learning_rate=rate,
-                        tokens=done * settings.tokens_per_step,
-                        tokens_per_second=settings.tokens_per_step / seconds,
-                        tokens_per_second_per_gpu=settings.tokens_per_step / seconds / world.size,
-                        step_seconds=seconds,
-                        data_wait=wait / counted,
-                        memory_gib=peak_memory_gib(world.device),
-                    )
+            on_line(
+                StepMetrics(
+                    step=done,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    learning_rate=rate,
+                    tokens=done * settings.tokens_per_step,
+                    tokens_per_second=settings.tokens_per_step / seconds,
+                    tokens_per_second_per_gpu=settings.tokens_per_step / seconds / world.size,
+                    step_seconds=seconds,
+                    data_wait=wait / counted,
+                    memory_gib=peak_memory_gib(world.device),
                 )
+            )
             on_shares(Shares(counted, seconds, waited, data_wait))
             loss_sum.zero_()
             wait, counted, began = 0.0, 0, time.perf_counter()

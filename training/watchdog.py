@@ -48,15 +48,15 @@ DATA, STEP, OVER = "waiting for data", "in the step", "at its end"
 class Seen:
     """What is known of a rank: where it runs, optimizer steps done, what it does, and collectives it has begun (None: not asked for yet).
 
-    ``beat`` grows while its process runs; ``pausing`` is what it does outside of steps, with a patience of its own; ``stacks``, ``told``: how far
-    it is with its end.
+    ``beat`` grows while its process runs. ``overdue``: it has waited too long for a step; never while it evaluates or saves. ``stacks``, ``told``:
+    how far it is with its end.
     """
 
     host: str
     pid: int
     done: int
     doing: str
-    pausing: str | None
+    overdue: bool
     beat: int
     collectives: int | None = None
     stacks: bool = False
@@ -73,10 +73,10 @@ def silent_ranks(before: Mapping[int, Seen], after: Mapping[int, Seen]) -> list[
     return [rank for rank, seen in after.items() if rank in before and seen.beat == before[rank].beat]
 
 
-def pausing_rank(before: Mapping[int, Seen], after: Mapping[int, Seen]) -> int | None:
-    """A rank that lives and does something that may take long, for which the others have to wait."""
+def hangs(before: Mapping[int, Seen], after: Mapping[int, Seen]) -> bool:
+    """Whether every rank that lives waits too long. One that does not may be writing a checkpoint, for which the others have to wait."""
     silent = silent_ranks(before, after)
-    return next((rank for rank, seen in after.items() if seen.pausing is not None and rank not in silent), None)
+    return all(seen.overdue for rank, seen in after.items() if rank not in silent)
 
 
 def sentence(seen: Mapping[int, Seen], silent: Sequence[int], seconds: float, stacks: str) -> str:
@@ -209,8 +209,7 @@ class Watchdog(Idle):
             now = time.monotonic()
             if self._flag is not None and len(self._table) == self.world.size:
                 self._end(json.loads(self._flag)["silent"])
-            most = limit(self._seconds, self.factor, self.floor)
-            if most is None or self.paused is not None or now - self._at <= most:
+            if not self._is_overdue():
                 before, self._late_since = None, None
                 continue
             self._late_since = self._late_since or now
@@ -222,7 +221,7 @@ class Watchdog(Idle):
                 before = now, dict(self._table)
             elif now - before[0] > SILENT_LOOKS * self.look and len(self._table) == len(before[1]) == self.world.size:
                 after = dict(self._table)
-                if pausing_rank(before[1], after) is None and self._raise is None:
+                if hangs(before[1], after):
                     self._raise = json.dumps({"silent": silent_ranks(before[1], after)})
                 before = now, after
 
@@ -240,8 +239,22 @@ class Watchdog(Idle):
             self._queued.popleft()
             self._done, self._at, self._last_event = done, time.monotonic(), event
 
+    def _is_overdue(self) -> bool:
+        most = limit(self._seconds, self.factor, self.floor)
+        return most is not None and self.paused is None and time.monotonic() - self._at > most
+
     def _self(self) -> Seen:
-        return Seen(socket.gethostname(), os.getpid(), self._done, self.doing, self.paused, self._beat, self._collectives, self._stacks, self._told)
+        return Seen(
+            socket.gethostname(),
+            os.getpid(),
+            self._done,
+            self.paused or self.doing,
+            self._is_overdue(),
+            self._beat,
+            self._collectives,
+            self._stacks,
+            self._told,
+        )
 
     # ---- the thread that exchanges with the others: a stopped store blocks it for good, whatever time-out is set
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.watchdog import DATA, OVER, STEP, Seen, limit, pausing_rank, sentence, silent_ranks
+from training.watchdog import DATA, OVER, STEP, Seen, hangs, limit, sentence, silent_ranks
 
-HERE = Seen("h", 1, 41, STEP, None, 7, 100)
+HERE = Seen("h", 1, 41, STEP, True, 7, 100)
 
 
 def ranks(*seen):
@@ -53,14 +53,12 @@ def test_a_rank_that_has_left_is_told_apart_from_a_stopped_one():
     assert "it has left the training after step 41" in sentence(ranks(HERE, dataclasses.replace(HERE, doing=OVER)), [1], 60, "there")
 
 
-@given(st.dictionaries(st.integers(0, 7), st.tuples(st.integers(0, 3), st.sampled_from([None, "an evaluation"])), min_size=1))
-def test_only_a_rank_that_lives_can_ask_for_patience(after):
+@given(st.dictionaries(st.integers(0, 7), st.tuples(st.integers(0, 3), st.booleans()), min_size=1))
+def test_it_is_no_hang_while_a_rank_that_lives_has_reason_to_wait(after):
     before = {rank: dataclasses.replace(HERE, beat=1) for rank in after}
-    now = {rank: dataclasses.replace(HERE, beat=1 + beats, pausing=pausing) for rank, (beats, pausing) in after.items()}
+    now = {rank: dataclasses.replace(HERE, beat=1 + beats, overdue=overdue) for rank, (beats, overdue) in after.items()}
     assert silent_ranks(before, now) == [rank for rank, (beats, _) in after.items() if beats == 0]
-    found = pausing_rank(before, now)
-    living = [rank for rank, (beats, pausing) in after.items() if beats and pausing]
-    assert (found in living) if living else found is None
+    assert hangs(before, now) == (not any(beats and not overdue for beats, overdue in after.values()))
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500)), min_size=1, max_size=9), st.data())
