@@ -10,31 +10,31 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from filelock import FileLock
 
 from training.divergence import data_step
 from training.errors import BadInput
 from training.packing import IGNORED, Shard, Split, cut, little_endian
 from training.permutation import permuted
+from training.shards import READERS, Rows, cache_folder, damaged
 from training.storage import Place, place, redacted
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 SCHEMA = 1
 SPLITS = ("train", "eval")
-CACHE_VARIABLE = "TRAINING_DATA_CACHE"
+_ROWS_AHEAD, _MOST_STEPS = 64, 32  # of a rank, from a store: a second of a fast GPU's rows, and what a slow answer now and then may take
+_EVAL_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +108,15 @@ def read_manifest(folder: Place, shown: str) -> Manifest:
 
 
 class PreparedData:
-    """Rows by number. Shards are memory-mapped; those of a remote folder are first copied to this host, once for all its processes."""
+    """Rows by number, of a folder on this host or of a store far away (training/shards.py)."""
 
     def __init__(self, folder: Place, manifest: Manifest, shown: str) -> None:
         self.manifest = manifest
         self.folder = folder
         self._shown = shown
-        self._maps: dict[str, tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]] = {}
+        self._splits: dict[str, Rows] = {}
+        self._making = threading.Lock()
+        self._never = threading.Event()
 
     @property
     def tokenizer_folder(self) -> Place:
@@ -126,62 +128,35 @@ class PreparedData:
         found = self.manifest.splits.get(split)
         return found.rows if found else 0
 
+    def read(self, split: str, rows: npt.NDArray[np.int64], stop: threading.Event | None = None) -> npt.NDArray[Any]:
+        """The rows of the split with these numbers: [n, L+1] unsigned integers, row i being tokens [i*L, i*L + L + 1) of its stream.
+
+        Raises IndexError for a number outside [0, rows), BadInput for a damaged shard, TrainingFailed for a store that does not answer,
+        shards.Stopped when ``stop`` is set meanwhile.
+        """
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows(split):
+            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {self.rows(split)} in the {split} split")
+        read = self._rows_of(split).read(rows, stop or self._never)
+        if read.size and int(read.max()) >= self.manifest.vocab_size:
+            raise BadInput(damaged(self._shown, f"the {split} split", f"it holds token {int(read.max()):,}, the vocabulary has {self.manifest.vocab_size:,}"))
+        return read
+
     def row(self, split: str, i: int) -> npt.NDArray[np.int64]:
-        """Tokens [i*L, i*L + L + 1) of the split's stream: int64 [L+1]. Raises IndexError outside [0, rows)."""
-        if not 0 <= i < self.rows(split):
-            raise IndexError(f"row {i} of {self.rows(split)} in the {split} split")
-        length = self.manifest.sequence_length
-        starts, shards = self._mapped(split)
-        start, stop = i * length, i * length + length + 1
-        first = int(np.searchsorted(starts, start, side="right")) - 1
-        parts: list[npt.NDArray[Any]] = []
-        for number in range(first, len(shards)):
-            begin = int(starts[number])
-            if begin >= stop:
-                break
-            parts.append(shards[number][max(0, start - begin) : stop - begin])
-        return np.concatenate(parts).astype(np.int64)
+        """One row: int64 [L+1]. Raises as :meth:`read`."""
+        found: npt.NDArray[np.int64] = self.read(split, np.array([i], dtype=np.int64))[0].astype(np.int64)
+        return found
 
-    def _mapped(self, split: str) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]:
-        if split not in self._maps:
-            shards = self.manifest.splits[split].shards
-            files = [Path(self.folder.path) / shard.file for shard in shards] if self.folder.local else self._copied(shards)
-            dtype = little_endian(self.manifest.dtype)
-            starts = np.cumsum([0, *(shard.tokens for shard in shards[:-1])], dtype=np.int64)
-            self._maps[split] = starts, [np.memmap(file, dtype=dtype, mode="r") for file in files]
-        return self._maps[split]
+    def _rows_of(self, split: str) -> Rows:
+        with self._making:
+            if split not in self._splits:
+                shards, dtype = self.manifest.splits[split].shards, little_endian(self.manifest.dtype)
+                self._splits[split] = Rows(self.folder, shards, dtype, self.manifest.sequence_length, cache_folder(self.manifest.hash), self._shown)
+            return self._splits[split]
 
-    def _copied(self, shards: Sequence[Shard]) -> list[Path]:
-        root = os.environ.get(CACHE_VARIABLE) or str(Path.home() / ".cache" / "training-data")
-        cache = Path(root) / self.manifest.hash[:16]
-        try:
-            cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with FileLock(cache / "lock"):
-                for shard in shards:
-                    # The name holds the content's hash, so that data cut into other shards never meets these.
-                    self._copy(shard, cache / f"{shard.sha256}.bin")
-        except OSError as error:
-            raise BadInput(f"data = {self._shown}: can't be copied to {cache} ({error}); free some space or set {CACHE_VARIABLE} to another folder") from error
-        return [cache / f"{shard.sha256}.bin" for shard in shards]
-
-    def _copy(self, shard: Shard, target: Path) -> None:
-        if target.exists():
-            return
-        draft = target.with_suffix(".part")
-        digest = hashlib.sha256()
-        source = self.folder / shard.file
-        with source.fs.open_input_stream(source.path) as stream, draft.open("wb") as file:
-            while block := stream.read(8 * 2**20):
-                digest.update(block)
-                file.write(block)
-        if digest.hexdigest() != shard.sha256:
-            draft.unlink()
-            raise BadInput(_damaged(self._shown, shard.file, "its SHA-256 is not the manifest's"))
-        draft.replace(target)
-
-
-def _damaged(shown: str, file: str, what: str) -> str:
-    return f"data = {shown}: {file} is damaged ({what}); delete the folder and run `python -m training.prepare` again"
+    def close(self) -> None:
+        """Ends what goes on in the background. Reading again starts it anew."""
+        while self._splits:
+            self._splits.popitem()[1].close()
 
 
 def open_data(uri: str) -> PreparedData:
@@ -198,9 +173,9 @@ def open_data(uri: str) -> PreparedData:
     for split in manifest.splits.values():
         for shard in split.shards:
             if shard.file not in sizes:
-                raise BadInput(_damaged(shown, shard.file, "it is missing"))
+                raise BadInput(damaged(shown, shard.file, "it is missing"))
             if sizes[shard.file] != shard.tokens * width:
-                raise BadInput(_damaged(shown, shard.file, f"{sizes[shard.file]:,} bytes, the manifest says {shard.tokens * width:,}"))
+                raise BadInput(damaged(shown, shard.file, f"{sizes[shard.file]:,} bytes, the manifest says {shard.tokens * width:,}"))
     return PreparedData(folder, manifest, shown)
 
 
@@ -239,31 +214,45 @@ def rows_of_step(rows: int, step: int, global_batch: int, seed: int) -> npt.NDAr
 
 
 def _micro_batches(
-    data: PreparedData, split: str, chosen: npt.NDArray[np.int64], count: int, micro_batch: int, document_mask: bool
+    data: PreparedData,
+    split: str,
+    chosen: npt.NDArray[np.int64],
+    count: int,
+    micro_batch: int,
+    document_mask: bool,
+    pin: bool = False,
+    stop: threading.Event | None = None,
 ) -> tuple[list[MicroBatch], int]:
     """``count`` micro-batches that hold the ``chosen`` rows in order, filled up with rows whose labels are all -100."""
-    length = data.manifest.sequence_length
-    rows = np.zeros((count * micro_batch, length + 1), dtype=np.int64)
-    for slot, row in enumerate(chosen):
-        rows[slot] = data.row(split, int(row))
-    inputs, labels, positions = cut(rows, data.manifest.eos_token_id, document_mask)
-    labels = labels.copy()
-    labels[len(chosen) :] = IGNORED
+    length, filled = data.manifest.sequence_length, len(chosen)
+    read = data.read(split, chosen, stop)
+    shape = (count * micro_batch, length)
+    ids, labels = torch.zeros(shape, dtype=torch.int64, pin_memory=pin), torch.full(shape, IGNORED, dtype=torch.int64, pin_memory=pin)
+    positions = None
+    if document_mask:
+        inputs, targets, places = cut(read.astype(np.int64), data.manifest.eos_token_id, document_mask)
+        assert places is not None
+        positions = torch.arange(length, dtype=torch.int64).repeat(shape[0], 1)
+        positions.numpy()[:filled] = places
+        positions = positions.pin_memory() if pin else positions
+    else:
+        inputs, targets = read[:, :-1], read[:, 1:]
+    ids.numpy()[:filled], labels.numpy()[:filled] = inputs, targets
+    valid = int((targets != IGNORED).sum()) if document_mask else targets.size
 
-    def tensors(array: npt.NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.from_numpy(part) for part in np.ascontiguousarray(array).reshape(count, micro_batch, length))
+    def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensor.view(count, micro_batch, length).unbind()
 
-    placed = [None] * count if positions is None else tensors(positions)
-    batches = [MicroBatch(*parts) for parts in zip(tensors(inputs), tensors(labels), placed, strict=True)]
-    return batches, int((labels != IGNORED).sum())
+    placed = [None] * count if positions is None else parts(positions)
+    return [MicroBatch(*three) for three in zip(parts(ids), parts(labels), placed, strict=True)], valid
 
 
 class Batches(Iterator[Step]):
-    """The endless training order of one rank, from ``start_step`` on; the next steps are read ahead in one thread.
+    """The endless training order of one rank, from ``start_step`` on; the next steps are read ahead in threads.
 
     Rank r of w takes rows r, r+w, r+2w, ... of each global batch. ``skipped``: ranges [from, to) of data steps that no step is trained on
     (:mod:`training.divergence`). An error while reading ahead is raised by ``next``.
-    Close it (or use it in a ``with``) to end the thread.
+    Close it (or use it in a ``with``) to end the threads.
     """
 
     def __init__(
@@ -279,18 +268,28 @@ class Batches(Iterator[Step]):
         document_mask: bool,
         prefetch: int = 2,
         skipped: Sequence[tuple[int, int]] = (),
+        pin: bool = False,
     ) -> None:
-        """``global_batch`` and ``micro_batch`` are in rows; ``prefetch`` in steps. Raises BadInput where the split has no row."""
+        """``global_batch`` and ``micro_batch`` are in rows; ``prefetch`` in steps, more where rows come from afar and a step has few.
+
+        ``pin``: into page-locked memory, from which a GPU copies while it computes. Raises BadInput where the split has no row.
+        """
         if data.rows(split) == 0:
             raise BadInput(f"the data has no {split} row; prepare it with more text or a lower sequenceLength")
         self._data, self._split, self._global_batch, self._micro_batch = data, split, global_batch, micro_batch
         self._world, self._rank, self._seed, self._document_mask = world, rank, seed, document_mask
-        self._skipped = tuple(skipped)
+        self._skipped, self._pin = tuple(skipped), pin
         self._count = accumulation(global_batch, micro_batch, world)
         self._next = start_step
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        # Steps wait for the store side by side, so that one row a step is no round trip a step.
+        steps, threads = max(1, prefetch), 1
+        if not data.folder.local:
+            steps = max(steps, min(_MOST_STEPS, -(-_ROWS_AHEAD * world // global_batch)))
+            threads = min(steps, READERS)
+        self._reader = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
+        self._stop = threading.Event()
         self._ahead: deque[Future[Step]] = deque()
-        for _ in range(max(1, prefetch)):
+        for _ in range(steps):
             self._read_on()
 
     def _read_on(self) -> None:
@@ -299,7 +298,7 @@ class Batches(Iterator[Step]):
 
     def _read(self, step: int) -> Step:
         rows = rows_of_step(self._data.rows(self._split), data_step(step, self._skipped), self._global_batch, self._seed)[self._rank :: self._world]
-        batches, valid = _micro_batches(self._data, self._split, rows, self._count, self._micro_batch, self._document_mask)
+        batches, valid = _micro_batches(self._data, self._split, rows, self._count, self._micro_batch, self._document_mask, self._pin, self._stop)
         return Step(step, batches, valid, 0.0)
 
     def __next__(self) -> Step:
@@ -312,7 +311,8 @@ class Batches(Iterator[Step]):
         return dataclasses.replace(step, wait_seconds=waited)
 
     def close(self) -> None:
-        """Ends the thread; there is no next step after it."""
+        """Ends the threads; there is no next step after it."""
+        self._stop.set()
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
 
@@ -332,6 +332,16 @@ def eval_batches(data: PreparedData, rows: int, micro_batch: int, world: int, ra
     count = min(rows, held)
     chosen = np.arange(count, dtype=np.int64) * held // max(count, 1)
     mine = chosen[rank::world]
-    for number in range(accumulation(len(chosen), micro_batch, world)):
-        batches, _ = _micro_batches(data, "eval", mine[number * micro_batch : (number + 1) * micro_batch], 1, micro_batch, document_mask)
-        yield batches[0]
+
+    def made(number: int) -> MicroBatch:
+        here = mine[number * micro_batch : (number + 1) * micro_batch]
+        return _micro_batches(data, "eval", here, 1, micro_batch, document_mask)[0][0]
+
+    with ThreadPoolExecutor(_EVAL_AHEAD, thread_name_prefix="eval") as readers:
+        coming: deque[Future[MicroBatch]] = deque()
+        for number in range(accumulation(len(chosen), micro_batch, world)):
+            coming.append(readers.submit(made, number))
+            if len(coming) > _EVAL_AHEAD:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()

@@ -23,7 +23,7 @@ import pytest
 import ray
 
 import training
-from training import data, tokenizer
+from training import shards, tokenizer
 from training.data import open_data
 from training.errors import BadInput
 from training.prepare import PrepareSettings, prepare
@@ -150,7 +150,7 @@ def test_the_same_documents_from_elsewhere_give_the_same_rows(kind, folder, text
     reference = prepare(asked(folder, tmp_path / "reference", saved_tokenizer), silent)
     assert manifest.hash == reference.hash
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(data.CACHE_VARIABLE, str(tmp_path / "cache"))
+        patch.setenv(shards.CACHE_VARIABLE, str(tmp_path / "cache"))
         assert open_data(output).row("eval", 0).tolist() == open_data(str(tmp_path / "reference")).row("eval", 0).tolist()
 
 

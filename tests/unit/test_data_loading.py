@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training import data
+from training import data, shards
 from training.data import Batches, Manifest, Source, eval_batches, open_data
 from training.errors import BadInput
 from training.packing import IGNORED, ShardWriter
@@ -257,7 +257,7 @@ def test_a_manifest_that_is_none_is_one_sentence(tmp_path, content):
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
     """Prepared data behind a URI, and a cache of its own."""
-    monkeypatch.setenv(data.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(shards.CACHE_VARIABLE, str(tmp_path / "cache"))
     uri = f"memory://{tmp_path.name}/far"
     write(uri, {"train": numbered(30)}, shard_tokens=50)
     yield uri
@@ -269,24 +269,93 @@ def overwrite(uri, file):
     shard.write_bytes(bytes(shard.info().size))
 
 
-def test_remote_shards_are_copied_once_and_read_the_same(tmp_path, remote):
+def copied():
+    """Waits until nothing is copied any more."""
+    for thread in threading.enumerate():
+        if thread.name == "copying":
+            thread.join()
+
+
+def numbers_of(prepared):
+    return prepared.read("train", np.arange(30))[:, 0].tolist()
+
+
+def test_remote_rows_are_there_at_once_and_come_from_this_hosts_copy_later(tmp_path, remote):
     prepared = open_data(remote)
     assert not prepared.folder.local
     assert [prepared.row("train", i).tolist() for i in range(30)] == [list(range(4 * i, 4 * i + 5)) for i in range(30)]
+    copied()
     for number in range(3):
         overwrite(remote, f"train-0000{number}.bin")
-    assert open_data(remote).row("train", 7).tolist() == list(range(28, 33)), "a second process of the host reads the copy"
+    assert numbers_of(prepared) == [4 * i for i in range(30)], "it goes over to the copy"
+    assert numbers_of(open_data(remote)) == [4 * i for i in range(30)], "so does another process of the host"
 
 
 def test_a_remote_shard_with_other_content_is_damaged(tmp_path, remote):
     overwrite(remote, "train-00001.bin")
+    prepared = open_data(remote)
+    prepared.row("train", 0)
+    copied()
     with pytest.raises(BadInput, match=r"train-00001.bin is damaged \(its SHA-256 is not the manifest's\)"):
-        open_data(remote).row("train", 20)
+        prepared.row("train", 0)
     assert [path for path in Path(tmp_path / "cache").rglob("*") if path.suffix == ".part"] == []
+
+
+def test_a_token_beyond_the_vocabulary_is_damage_that_no_model_gets_to_see(tmp_path):
+    write(tmp_path, {"train": [1, 2, 3, 4, 5]})
+    (tmp_path / "train-00000.bin").write_bytes(np.array([1, 2, 2**20, 4, 5], "<u4").tobytes())
+    with pytest.raises(BadInput, match=r"the train split is damaged \(it holds token 1,048,576, the vocabulary has 1,048,576\)"):
+        open_data(str(tmp_path)).row("train", 0)
+
+
+@pytest.mark.parametrize(("limit", "copies"), [("0", 0), (str(450 / 2**30), 2), ("1", 3)])
+def test_copies_take_no_more_room_than_they_may(tmp_path, remote, limit, copies, monkeypatch):
+    """Shards of 200, 200 and 84 bytes."""
+    monkeypatch.setenv(shards.LIMIT_VARIABLE, limit)
+    prepared = open_data(remote)
+    prepared.row("train", 0)
+    copied()
+    assert len(list(Path(tmp_path / "cache").rglob("*.bin"))) == copies
+    assert numbers_of(prepared) == [4 * i for i in range(30)], "what has no room here comes from afar"
+
+
+def test_what_is_copied_of_other_data_counts_too(tmp_path, remote, monkeypatch):
+    (tmp_path / "cache" / "other").mkdir(parents=True)
+    (tmp_path / "cache" / "other" / "0.bin").write_bytes(bytes(300))
+    monkeypatch.setenv(shards.LIMIT_VARIABLE, str(450 / 2**30))
+    open_data(remote).row("train", 0)
+    copied()
+    assert [path.name for path in Path(tmp_path / "cache").rglob("*.bin")] == ["0.bin"]
+
+
+@pytest.mark.parametrize("limit", ["much", "-1", "nan", ""])
+def test_a_limit_that_is_no_number_is_told(remote, limit, monkeypatch):
+    monkeypatch.setenv(shards.LIMIT_VARIABLE, limit)
+    with pytest.raises(BadInput, match=f"{shards.LIMIT_VARIABLE} = '{limit}' is no number of GiB"):
+        open_data(remote).row("train", 0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 40), length=st.integers(2, 9), shard_tokens=st.integers(5, 99), limit=st.sampled_from([0, 100, 10**6]), micro_batch=st.integers(1, 3)
+)
+def test_the_order_is_the_same_from_afar(rows, length, shard_tokens, limit, micro_batch):
+    def steps(prepared):
+        with Batches(prepared, "train", 4, micro_batch, 2, 1, 3, 1, document_mask=False) as batches:
+            return [[batch.input_ids.tolist() for batch in next(batches).micro_batches] for _ in range(6)]
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(shards.CACHE_VARIABLE, f"{folder}/cache")
+        patch.setenv(shards.LIMIT_VARIABLE, str(limit / 2**30))
+        uri = f"memory://{Path(folder).name}/far"
+        far = write(uri, {"train": numbered(rows, length)}, length, shard_tokens)
+        assert steps(far) == steps(write(f"{folder}/near", {"train": numbered(rows, length)}, length, shard_tokens))
+        far.close()
+        place(uri).delete()
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, remote, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(data.CACHE_VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(BadInput, match=f"set {data.CACHE_VARIABLE} to another folder"):
+    monkeypatch.setenv(shards.CACHE_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(BadInput, match=f"set {shards.CACHE_VARIABLE} to another folder"):
         open_data(remote).row("train", 0)
