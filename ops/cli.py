@@ -316,6 +316,41 @@ def prove(
         raise typer.Exit(errors.EXIT_TRANSPORT_NOT_PROVEN)
 
 
+@app.command(
+    name="drill", short_help="What does a fault cost here? Harms short runs on purpose.", epilog=errors.help_text(errors.EXIT_BUSY, errors.EXIT_TRAINING_FAILED)
+)
+def drill_(
+    stack: StackArgument,
+    kinds: Annotated[
+        str, typer.Option("--faults", metavar="LIST", help="Which, separated by commas: worker, notice, storage, head.")
+    ] = "worker,notice,storage,head",
+    steps: Annotated[int, typer.Option("--steps", min=20, help="Optimizer steps of each run.")] = 200,
+    seed: Annotated[int, typer.Option("--seed", help="Decides when each fault strikes, and whom.")] = 0,
+    away: Annotated[float, typer.Option("--away", min=0, metavar="SECONDS", help="How long the store is away.")] = 60,
+    as_json: JsonOption = False,
+) -> None:
+    """Harm short runs on purpose, and say what each fault cost: steps, seconds, money; whether the loss went on as if nothing had been; whether the
+    network was judged again.
+
+    One run undisturbed, then one with each fault: a worker is killed; a worker's pod is evicted, as a spot notice does; the store is away for a while; the
+    Ray head is killed, and the job submitted again. On the stack's own Ray cluster, so the stack must be up, with training.data and training.model set and
+    no job running. The table goes into the undisturbed run's record. Exit code 3 where a run did not end as the undisturbed one.
+    `python -m training.drill` does the same on this machine.
+    """
+    from ops import show
+    from ops.stack import Stack
+    from training import faults
+
+    output = Output(as_json)
+    chosen = faults.chosen(kinds)
+    with _interrupted("the drill was stopped, and its job with it"):
+        found = Stack(stack).drill(chosen, steps=steps, seed=seed, away=away, note=lambda text: output.progress.print(text, style="dim"))
+    show.drilled(output, found)
+    output.result({"stack": stack, "tolls": faults.as_json(found)})
+    if not all(one.survived for one in found):
+        raise typer.Exit(errors.EXIT_TRAINING_FAILED)
+
+
 @functools.cache
 def _account_commands() -> None:
     """doctor, plan, cost and leftovers: the account's half, which imports this one."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 from ops import target
 from ops.aws import Aws, AwsError
 from ops.errors import BadInput
+from ops.inside import Inside
 from training.record import read_run
 
 FILES = ("run.json", "metrics.jsonl", "verdict.json")
@@ -31,6 +32,17 @@ for name in sys.argv[2:]:
     except FileNotFoundError:
         pass
 print(json.dumps(found))
+"""
+# Adds to the run.json of a run that is over; argv: the run's URI, a JSON mapping.
+NOTER = """
+import json, sys
+import pyarrow.fs as fs
+at, path = fs.FileSystem.from_uri(sys.argv[1])
+name = path.rstrip("/") + "/run.json"
+with at.open_input_stream(name) as stream:
+    document = json.loads(stream.read())
+with at.open_output_stream(name) as stream:
+    stream.write((json.dumps({**document, **json.loads(sys.argv[2])}, indent=2) + "\\n").encode())
 """
 _LISTER = """
 import json, sys
@@ -106,19 +118,30 @@ def of_stack(stack: str, name: str | None, folder: Path | None = None) -> Run:
             name = inside.run_name()
         if name is None:
             raise BadInput(f"the job of stack {stack} has not named its run yet; `python -m ops logs {stack}` shows how far it is")
-        uri = f"{inside.storage}/{name}" if "?" not in inside.storage else inside.storage.replace("?", f"/{name}?", 1)
-        if uri.startswith("s3://") and "?" not in uri:
-            files = _from_s3(uri, Aws(found.target.region, found.target.profile))
-        else:
-            answer = json.loads(inside.in_head(["python", "-c", _READER, _as_uri(uri), *FILES]))
-            files = {key: base64.b64decode(value) for key, value in answer.items()}
-        if "run.json" not in files:
-            there = ", ".join(json.loads(inside.in_head(["python", "-c", _LISTER, _as_uri(inside.storage)]))) if "?" in uri or uri.startswith("/") else ""
-            raise BadInput(f"{stack} has no run {name!r}" + (f"; there are {there}" if there else ""))
-        return dataclasses.replace(_read(f"{stack}/{name}", files), usd_hour=inside.usd_hour)
+        return read(found.target, inside, name, stack)
 
 
-def _as_uri(place: str) -> str:
+def uri_of(inside: Inside, name: str) -> str:
+    """Where a run of the stack lies, as the pods name it."""
+    return f"{inside.storage}/{name}" if "?" not in inside.storage else inside.storage.replace("?", f"/{name}?", 1)
+
+
+def read(of: target.Target, inside: Inside, name: str, stack: str) -> Run:
+    """A run of a stack that is up. Raises BadInput where there is none of that name."""
+    uri = uri_of(inside, name)
+    if uri.startswith("s3://") and "?" not in uri:
+        files = _from_s3(uri, Aws(of.region, of.profile))
+    else:
+        answer = json.loads(inside.in_head(["python", "-c", _READER, as_uri(uri), *FILES]))
+        files = {key: base64.b64decode(value) for key, value in answer.items()}
+    if "run.json" not in files:
+        there = ", ".join(json.loads(inside.in_head(["python", "-c", _LISTER, as_uri(inside.storage)]))) if "?" in uri or uri.startswith("/") else ""
+        raise BadInput(f"{stack} has no run {name!r}" + (f"; there are {there}" if there else ""))
+    return dataclasses.replace(_read(f"{stack}/{name}", files), usd_hour=inside.usd_hour)
+
+
+def as_uri(place: str) -> str:
+    """A place as pyarrow's from_uri takes it."""
     return f"file://{place}" if place.startswith("/") else place
 
 

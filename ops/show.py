@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ops.prove import Proof
 from ops.runs import Run
 from ops.stack import Gone, Status, Update
 from ops.why import Why
+from training import faults
 
 STYLES = {phases.FAILED: "bold red", phases.WORKING: "yellow", phases.DONE: "green", phases.SAME: "dim", phases.WAITING: "dim"}
 WORDS = {phases.DONE: "made", phases.WORKING: "making", phases.SAME: "unchanged", phases.FAILED: "failed", phases.WAITING: "waiting"}
@@ -321,6 +322,17 @@ def proved(output: Output, found: Proof) -> None:
     output.line(first, style="bold green" if found.holds else "bold red")
     for line in rest:
         output.line(line)
+
+
+def drilled(output: Output, found: Sequence[faults.Toll]) -> None:
+    """The table, and what did not go as it must."""
+    heading, *rows = faults.rows(found)
+    output.table(*heading, rows=rows, right=tuple(range(1, heading.index("network"))))
+    for one in found:
+        if not one.survived:
+            output.line(
+                f"{faults.MEANINGS[one.fault]}: run {one.run} did not end as the undisturbed one ({one.outcome}); {harmless(one.said)}", style="bold red"
+            )
 
 
 def write(file: Path, text: str) -> None:

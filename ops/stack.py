@@ -17,7 +17,7 @@ from typing import Any
 
 import config
 import prices
-from ops import cost, follow, job_log, kube, prove, state, target, trouble, why
+from ops import cost, drill, follow, job_log, kube, prove, runs, state, target, trouble, why
 from ops import leftovers as left
 from ops.aws import Aws, AwsError
 from ops.engine import Engine, EngineFailed, Listener
@@ -25,6 +25,7 @@ from ops.errors import BadInput, Busy, Refused
 from ops.inside import POLL_SECONDS, Inside, Job, Say, Submission, silent
 from ops.of_account import OfAccount
 from ops.ray_jobs import NoSuchJob
+from training import faults
 from workloads import job as job_builder
 from workloads.build import settings_of
 from workloads.kuberay import pod_labels, release_name
@@ -374,6 +375,36 @@ class Stack(OfAccount):
                 job, log = inside.run_to_the_end(run, ("timeout 1800 python all_reduce.py", {}, files))
                 curves.append(prove.curve_of(log, transport))
             return prove.proof(self.name, results, curves, workers.efa > 0)
+
+    def drill(self, kinds: Sequence[str], *, steps: int = 200, seed: int = 0, away: float = 60, note: Say = silent) -> list[faults.Toll]:
+        """What each fault of ``kinds`` costs a short job of ``steps`` steps: see :mod:`ops.drill`. The table goes into the undisturbed run's record, too.
+
+        away: seconds without the store. Raises Busy while a training job runs, BadInput where the stack file names no data or model.
+        """
+        training = self._settings_for_a_run()
+        with self.engine.lock("drill"), self.inside() as inside:
+            running = inside.job()
+            if running is not None and not running.over:
+                raise Busy(f"job {running.name} is {running.state}, and a drill needs all workers; wait, or `python -m ops cancel {self.name}`")
+            workers = inside.workers()
+            base = settings_of(self.target.settings, training, workers, inside.storage)
+            code = job_builder.source_files(self.target.file.parent / "training")
+            began = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}"
+            calm, struck, found = f"drill-{began}-none", {}, []
+            for kind in (None, *kinds):
+                run = f"drill-{began}-{kind}" if kind else calm
+                settings = drill.settings_of(base, steps, run)
+                at = faults.strike_at(steps, settings["checkpointEvery"], seed, kind) if kind else 0
+                note(f"{faults.MEANINGS[kind]}, after step {at}" if kind else f"undisturbed: {steps} steps")
+                made = self._short_job(inside, workers, training, settings, code, config.nccl_environment(training.transport))
+                drill.leg(inside, kind, at, run, made, seed, away, note)
+                if kind is None:
+                    continue
+                struck[kind] = (run, at)
+                found = drill.tolls(inside, lambda name: runs.read(self.target, inside, name, self.name), calm, struck)
+                note("  " + ("ended as the undisturbed run did" if found[-1].survived else f"did NOT: {found[-1].outcome}; {found[-1].said}"))
+                drill.note_in(inside, calm, {"drill": faults.as_json(found)})
+            return found
 
     def _settings_for_a_run(self) -> config.Training:
         values = {

@@ -13,7 +13,7 @@ ALLOWED = {
     "training": {"training"},
     "infra": {"infra", "config", "versions"},
     "workloads": {"workloads", "config", "versions"},
-    "ops": {"ops", "config", "versions", "workloads", "training.transport", "training.record"},
+    "ops": {"ops", "config", "versions", "workloads", "training.transport", "training.record", "training.faults"},
     "benchmarks": {"benchmarks", "training"},
 }
 
