@@ -41,6 +41,13 @@ class Diverged(TrainingFailed):
         )
         self.step, self.why = step, why
 
+    def after(self, rollbacks: int) -> TrainingFailed:
+        """What is told when going back has not helped."""
+        return TrainingFailed(
+            f"{self.why} at step {self.step}, after {rollbacks} rollback{'' if rollbacks == 1 else 's'} (maxRollbacks); no checkpoint was written from it."
+            " Other rows don't help: start another run (run: ...) with a lower learningRate or gradClip"
+        )
+
 
 class Spikes:
     """Knows a loss that is far above the usual."""

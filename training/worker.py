@@ -7,6 +7,8 @@ import dataclasses
 import datetime
 import math
 import os
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from training import checkpoint, loop, model, parallel, plan, room, schema, tokenizer
+from training import checkpoint, divergence, loop, model, parallel, plan, room, schema, stragglers, tokenizer, watchdog
 from training.data import Batches, PreparedData, eval_batches, open_data
+from training.divergence import Diverged
 from training.errors import BadInput, JobError, Terminated, TrainingFailed, TransportNotProven
 from training.export import export
 from training.fast.attention import preferred_kernels
@@ -26,7 +28,7 @@ from training.fast.choose import Pieces
 from training.fast.choose import choose as choose_pieces
 from training.flops import ModelShape, mfu
 from training.notice import Notice, Watch
-from training.record import RunRecord, StepMetrics, open_run, refuse_another
+from training.record import RunRecord, StepMetrics, fail_for, now, open_run, refuse_another
 from training.settings import Settings, identity, not_divisible, run_name
 from training.storage import Place, place, redacted
 from training.transport import gate
@@ -147,7 +149,12 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
 
     def keep(write: Callable[[RunRecord], None]) -> None:
         # A collective: where the record can't be written any more, all ranks stop.
-        world.together((lambda: write(record)) if record is not None else (lambda: None))
+        def work() -> None:
+            if record is not None:
+                with hang.pause("writing the record"):
+                    write(record)
+
+        world.together(work)
 
     attempt = world.broadcast(record.attempt if record else 0)
     network = Network(job, world, choice, attempt, say, record)
@@ -158,10 +165,28 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     step_done = start_step
     watch = Watch(world, hooks.notice, start_step)
     expected: Notice | None = None
+    skips = world.broadcast(world.on_main(lambda: divergence.read_skips(job.folder))) or []
+    tally = stragglers.Tally(world.gather(socket.gethostname()))
+    hang = loop.NOBODY
     guards = contextlib.ExitStack()
+    guards.callback(job.data.close)
     if record is not None:
         closing = record.close
         guards.enter_context(hooks.guard(lambda reason: closing("failed", step_done, reason)))
+
+    def on_hang(text: str, done: int) -> None:
+        hooks.say(text)
+        if record is None:  # rank 0 is the one that is late
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 (a launcher without Ray shows what rank 0 says, and no other)
+            fail_for(job.folder, attempt, done, text)
+            return
+        record.note(stragglers=tally.slowest())
+        record.close("failed", done, text)
+
+    def fill() -> None:
+        weights = world.on_main(lambda: model.full_weights(settings.model, job.config, settings.seed))
+        model.fill(net, weights, world)
+
     try:
         network.check()
         loaded = checkpoints.load_newest(found, net, optimizer)
@@ -172,9 +197,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         if found:
             say(f"resuming {job.run} from step {found.step} (written by {found.facts['worldSize']} workers, now {world.size})")
         else:
-            weights = world.on_main(lambda: model.full_weights(settings.model, job.config, settings.seed))
-            model.fill(net, weights, world)
-            del weights
+            fill()
         model.check_master_weights(net)
         rows = settings.tokens_per_step // job.sequence_length
         if world.device.type == "cuda":
@@ -210,6 +233,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             say(f"step {done}: held-out loss {loss:.4f}, perplexity {latest['perplexity']:.2f}")
 
         def save(done: int) -> None:
+            if not divergence.all_finite(net, optimizer):
+                raise Diverged(done, "weights or their moments are not finite, though the loss is,")
             facts = {"run": job.run, "tokens": done * settings.tokens_per_step, "loss": latest.get("loss"), "identity": job.identity}
             checkpoints.save(done, net, optimizer, facts)
 
@@ -218,12 +243,11 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             told = watch.look(done)
             if told is None:
                 return
+            hang.pausing("a last checkpoint")
             began, expected = time.monotonic(), told
             deadline = datetime.datetime.fromtimestamp(told.deadline, datetime.UTC).isoformat(timespec="seconds") if told.deadline is not None else None
             if record is not None:
                 record.expect(told.outcome, told.reason, deadline=deadline, step=done)
-            if not is_saved and not all(world.gather(_finite(net))):
-                return  # the next line of metrics finds it too, and says so
             if not is_saved:
                 save(done)
             checkpoints.finish(net, optimizer)  # storage that refuses it is asked again: there is nothing better to do with the time that is left
@@ -239,6 +263,8 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             regular = done % settings.checkpoint_every == 0
             # One that is owed waits for a step whose loss is known to be finite, as a regular one's always is.
             saves = done == job.last_step or ((regular or done % settings.log_every == 0) and checkpoints.is_due(regular))
+            if evaluates or saves:
+                hang.pausing("an evaluation or a checkpoint")
             # After the first step, so that a run on the wrong network costs one step; then the bytes, whenever something
             # else than training is about to use the network.
             if done == start_step + 1 or evaluates or saves or (done % settings.log_every == 0 and network.is_due()):
@@ -252,12 +278,74 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
                 heed(done, saves)
             if evaluates or saves:
                 network.mark(done)
+            hang.pausing(None)
             checkpoints.poll()
 
-        if start_step < job.last_step:
-            reader = Batches(job.data, "train", rows, choice.micro_batch, world.size, world.rank, settings.seed, start_step, settings.document_mask)
+        def train(after: int) -> None:
+            reader = Batches(
+                job.data,
+                "train",
+                rows,
+                choice.micro_batch,
+                world.size,
+                world.rank,
+                settings.seed,
+                after,
+                settings.document_mask,
+                skipped=divergence.ranges(skips),
+                pin=world.device.type == "cuda",
+            )
             with reader as batches, preferred_kernels():
-                loop.train(net, optimizer, batches, settings, world, last_step=job.last_step, reshard=choice.reshard, on_line=on_line, after_step=after_step)
+                loop.train(
+                    net,
+                    optimizer,
+                    batches,
+                    settings,
+                    world,
+                    last_step=job.last_step,
+                    reshard=choice.reshard,
+                    on_line=on_line,
+                    after_step=after_step,
+                    on_shares=tally.add,
+                    watch=hang,
+                    spikes=spikes,
+                )
+
+        def go_back(bad: Diverged) -> int:
+            """Loads the last checkpoint, or the weights of the beginning, and leaves out the data since then; returns its step."""
+            nonlocal began, first, step_done
+            checkpoints.wait()
+            newest = checkpoint.latest(job.folder / "checkpoints", world, say, settings.storage_patience)
+            good = checkpoints.load_newest(newest, net, optimizer)
+            if good is None:
+                optimizer.state.clear()
+                fill()
+            step = good.step if good else 0
+            left_out = divergence.bad_range(step, bad.step, divergence.ranges(skips))
+            entry = {"from": left_out[0], "to": left_out[1], "step": bad.step, "backTo": step, "why": bad.why, "attempt": attempt, "time": now()}
+            skips.append(world.broadcast(entry))
+            world.on_main(lambda: divergence.write_skips(job.folder, skips))
+            keep(lambda of_run: of_run.rewind(step, entry))
+            network.mark(step)
+            began, first, step_done = time.monotonic(), step, step
+            say(f"{bad.why} at step {bad.step}: back to step {step}, and on with other rows ({left_out[1] - left_out[0]} steps of data are left out)")
+            return step
+
+        if start_step < job.last_step:
+            spikes, at = divergence.Spikes(settings.spike_factor), start_step
+            with _watchdog(job, world, attempt, start_step, on_hang) as hang:
+                for rollbacks in range(settings.max_rollbacks + 1):
+                    try:
+                        train(at)
+                        break
+                    except Diverged as bad:
+                        if settings.on_divergence == "stop":
+                            raise
+                        if rollbacks == settings.max_rollbacks:
+                            raise bad.after(rollbacks) from bad
+                        hang.pausing("going back to a checkpoint")
+                        at = go_back(bad)
+                        hang.pausing(None)
         else:
             say(f"step {start_step} is already done; nothing is left to train")
             if eval_rows:
@@ -273,6 +361,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             reason = f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
             blamed = None if isinstance(error, JobError) else hooks.blame()
             with contextlib.suppress(TrainingFailed):  # the storage may be what failed; the error itself must be the one that is told
+                record.note(stragglers=tally.slowest())
                 if expected is not None and (not isinstance(error, JobError) or isinstance(error, Terminated)):
                     record.close(expected.outcome, step_done, expected.reason)
                 record.close("failed", step_done, f"{blamed}. {reason}" if blamed else reason)
@@ -280,8 +369,17 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     finally:
         guards.close()
     if record is not None:
+        record.note(stragglers=tally.slowest())
         record.close("done" if step_done >= settings.steps else "stopped", step_done)
-    return {"run": job.run, "folder": str(job.folder), "step": step_done, "resumedFrom": start_step if found else None, "transport": network.line, **latest}
+    return {
+        "run": job.run,
+        "folder": str(job.folder),
+        "step": step_done,
+        "resumedFrom": start_step if found else None,
+        "transport": network.line,
+        "slowest": stragglers.line(tally.slowest()),
+        **latest,
+    }
 
 
 class Network:
@@ -369,10 +467,9 @@ def _silent(_text: str) -> None:
     pass
 
 
-def _finite(net: Any) -> bool:
-    """Whether this rank's part of the weights is finite."""
-    parts = (p.to_local() if isinstance(p, DTensor) else p for p in net.parameters())
-    return all(bool(torch.isfinite(part).all()) for part in parts)
+def _watchdog(job: Checked, world: World, attempt: int, done: int, on_hang: Callable[[str, int], None]) -> watchdog.Idle:
+    s = job.settings
+    return watchdog.Watchdog(world, job.folder, attempt, done, s.hang_factor, s.hang_floor, on_hang) if s.hang_factor > 0 else watchdog.Idle()
 
 
 def _compute_dtype(settings: Settings, world: World) -> torch.dtype:
