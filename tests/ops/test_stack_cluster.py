@@ -56,7 +56,7 @@ class Lab:
     def settings(self, **changes: Any) -> None:
         self.real.train(steps=200, logEvery=2, **changes)
 
-    def __call__(self, *arguments: str, code: int | None = 0, limit: float = 400) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: str, code: int | None = 0, limit: float = 900) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "ops", *arguments],
             cwd=self.real.project,
@@ -257,6 +257,14 @@ def test_the_proof_passes_tcp_and_refuses_a_claim_of_efa(lab: Lab, tmp_path: Pat
     assert [(leg["leg"], leg["must"], leg["exitCode"]) for leg in told["results"]] == [("tcp", "pass", 0), ("efa", "refuse", 4)]
     assert told["curves"][0]["ranks"] == 2
     assert "no EFA" in told["note"]
+
+
+def test_a_drill_says_what_each_fault_cost_and_every_run_survives(lab: Lab) -> None:
+    told = lab.json("drill", lab.name, "--faults", "worker,storage,head", "--steps", "100", "--away", "5")
+    assert [(one["fault"], one["survived"]) for one in told["tolls"]] == [("worker", True), ("storage", True), ("head", True)], told
+    assert [one["attempts"] for one in told["tolls"]] == [2, 1, 2], "a store that comes back is no reason to start again"
+    (noted,) = [record["drill"] for name, record in lab.real.run_records().items() if name.startswith("drill-") and name.endswith("-none")]
+    assert noted == told["tolls"]
 
 
 def test_down_leaves_nothing_and_a_second_finds_nothing(lab: Lab) -> None:
