@@ -107,6 +107,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
                 assert len(runs) == 1, f"{runs}\n{job['status']}\n{log}"
                 run = json.loads(s3.read(f"{bucket}/{runs[0]}"))
                 account.sim("put-object", bucket, runs[0])
+                (folder / "up.txt").write_text(f"{up}\n{log}")  # docs/kubernetes.md shows it; pytest --basetemp says where it is
                 again, audit = account.up(simulation=SIMULATION, limit=LIMIT_SECONDS), account.audit()
             finally:
                 destroy = account.destroy(simulation=SIMULATION, limit=LIMIT_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 
 import pytest
@@ -46,12 +47,14 @@ def in_worker(stack: Stack, script: str, *arguments: str) -> str:
 def test_up_goes_from_nothing_to_a_finished_run(stack: Stack) -> None:
     stack.train(steps=20, logEvery=1)
     began = datetime.datetime.now(datetime.UTC)
-    assert "created" in stack.up()
+    said = stack.up()
+    assert "created" in said
     done = (datetime.datetime.now(datetime.UTC) - began).total_seconds()
     status = stack.ended()
     assert (status["jobStatus"], status["jobDeploymentStatus"]) == ("SUCCEEDED", "Complete"), status.get("message")
     assert [record["outcome"] for record in stack.run_records().values()] == ["done"]
-    print({**stack.timeline(began), "up done": done})  # docs/kubernetes.md has it; pytest -s shows it
+    # docs/kubernetes.md shows both; pytest --basetemp says where the file is.
+    (stack.home / "up.txt").write_text(f"{said}\n{stack.log()}\n{json.dumps({**stack.timeline(began), 'up done': done})}\n")
 
 
 def test_a_second_up_changes_nothing(stack: Stack) -> None:
