@@ -19,7 +19,7 @@ from training.record import StepMetrics
 from training.schedule import learning_rate
 from training.settings import Settings
 from training.stragglers import Exchanges, Shares
-from training.watchdog import DATA, STEP, Idle
+from training.watchdog import BETWEEN, DATA, STEP, Idle
 from training.world import World
 
 NOBODY = Idle()
@@ -77,6 +77,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         exchanges.on = False
         watch.ended(done)
+        watch.doing = BETWEEN
         wait, counted = wait + batch.wait_seconds, counted + 1
         if is_line:
             loss, grad_norm, waited, data_wait = _shared(loss_sum / counted, norm, exchanges.take(), wait / counted, world)

@@ -41,7 +41,7 @@ SILENT_LOOKS = 4
 STORE_PATIENCE = 5.0
 STACKS_PATIENCE = 20.0
 TELLING_PATIENCE = 60.0
-DATA, STEP, OVER = "waiting for data", "in the step", "at its end"
+DATA, STEP, BETWEEN, OVER = "waiting for data", "computing", "between two steps", "at its end"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +313,7 @@ class Watchdog(Idle):
 
     def _leave_stacks(self, silent: Sequence[int]) -> None:
         self._collectives = _collectives()
-        head = f"rank {self.world.rank}: {self._self()}, {time.monotonic() - self._at:.0f} s since its last step\n\n"
+        head = f"{_where(self.world.rank, self._self())}; {time.monotonic() - self._at:.0f} s since its last step\n\n"
         self._write(f"rank-{self.world.rank}.txt", head.encode() + _stacks(os.getpid()))
         # A stopped neighbour can't write its own; it can be read from outside.
         neighbours = [rank for rank, seen in self._table.items() if rank not in silent and seen.host == socket.gethostname()]
@@ -323,7 +323,7 @@ class Watchdog(Idle):
                 if seen is not None and seen.host == socket.gethostname():
                     stacks = _py_spy(seen.pid)
                     if stacks:
-                        self._write(f"rank-{rank}.txt", f"rank {rank}: {seen}, read by rank {self.world.rank}\n\n".encode() + stacks)
+                        self._write(f"rank-{rank}.txt", f"{_where(rank, seen)}; read by rank {self.world.rank}\n\n".encode() + stacks)
         self._write(f"collectives-{self.world.rank}", _flight_record(self.world.device.type))
 
     def _write(self, name: str, content: bytes) -> None:
@@ -335,6 +335,10 @@ class Watchdog(Idle):
         Path(self.folder.path).mkdir(parents=True, exist_ok=True)
         with open(os.open(target.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(content)
+
+
+def _where(rank: int, seen: Seen) -> str:
+    return f"rank {rank} on host {seen.host}, process {seen.pid}: {seen.done} steps done, {seen.doing}"
 
 
 def _own_connection() -> Any:

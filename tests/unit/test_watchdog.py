@@ -34,7 +34,7 @@ def test_the_silent_rank_is_the_late_one_even_when_it_was_ahead():
     ("late", "said"),
     [
         (dataclasses.replace(HERE, done=40, doing=DATA), "rank 1 on host h is late: it is waiting for data at step 41, while the others wait in step 42"),
-        (dataclasses.replace(HERE, collectives=99), "rank 1 on host h is late: it is in the step at step 42, while the others wait in step 42"),
+        (dataclasses.replace(HERE, collectives=99), "rank 1 on host h is late: it is computing at step 42, while the others wait in step 42"),
     ],
 )
 def test_of_ranks_that_answer_the_one_that_has_done_less_is_late(late, said):

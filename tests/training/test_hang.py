@@ -1,0 +1,93 @@
+"""A run that hangs ends, says who is late, and leaves the stacks of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.faulty import group, values
+from training.errors import EXIT_TRAINING_FAILED
+from training.record import read_run
+from training.storage import place
+from training.world import World
+
+HOST = socket.gethostname()
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return read_run(place(str(folder / "r")))[0]
+
+
+@pytest.mark.parametrize("stopped", [1, 0], ids=["a rank", "the rank that holds the store and the record"])
+def test_a_stopped_rank_is_named_by_the_others_which_leave_their_stacks_and_end(data: Path, tmp_path: Path, stopped: int) -> None:
+    settings = values(data, tmp_path, steps=100000, checkpointEvery=100000, logEvery=50, hangFloor=5)
+    with group(2, settings) as run:
+        run.until("step     50/")
+        os.kill(run.pids[stopped], signal.SIGSTOP)
+        told = run.until("is late")
+        assert run.ended(1 - stopped) == EXIT_TRAINING_FAILED
+    assert told.startswith(f"rank {stopped} on host {HOST} is late: it has not answered since step "), told
+    assert "while the others wait in step " in told
+    assert record(tmp_path)["attempts"][0]["outcome"] == "failed"
+    assert record(tmp_path)["attempts"][0]["reason"] == told
+    stacks = tmp_path / "r" / "hang" / "attempt-1" / f"rank-{1 - stopped}.txt"
+    assert "run_rank" in stacks.read_text(), "where the main thread waits must be seen"
+    assert stat.S_IMODE(stacks.stat().st_mode) == 0o600, "stacks are for the owner only"
+    assert (stacks.parent / f"collectives-{1 - stopped}").stat().st_size > 0
+
+
+def _never_reads_step_8(world: World) -> None:
+    from training.data import Batches
+
+    following = Batches.__next__
+
+    def read(self: Batches) -> Any:
+        step = following(self)
+        if step.index == 7 and world.rank == 1:
+            threading.Event().wait()
+        return step
+
+    Batches.__next__ = read  # type: ignore[method-assign]
+
+
+def test_a_rank_that_gets_no_data_is_told_apart_from_those_that_wait_for_it(data: Path, tmp_path: Path) -> None:
+    with group(2, values(data, tmp_path, hangFloor=5), _never_reads_step_8) as run:
+        told = run.until("is late")
+        assert [run.ended(0), run.ended(1)] == [EXIT_TRAINING_FAILED] * 2
+    assert told.startswith(f"rank 1 on host {HOST} is late: it is waiting for data at step 8, while the others wait in step 8"), told
+    for rank in (0, 1):
+        assert (tmp_path / "r" / "hang" / "attempt-1" / f"rank-{rank}.txt").exists()
+    assert record(tmp_path)["attempts"][0]["reason"] == told
+
+
+def _slow_evaluation_and_record(world: World) -> None:
+    from training import loop
+    from training.record import RunRecord
+
+    evaluate, log = loop.evaluate, RunRecord.log
+
+    def slow_evaluation(*arguments: Any) -> float:
+        threading.Event().wait(9)
+        return evaluate(*arguments)
+
+    def slow_log(self: RunRecord, line: Any) -> None:
+        if line.step == 9:
+            threading.Event().wait(9)  # on rank 0 alone: the others wait for it in a collective
+        log(self, line)
+
+    loop.evaluate, RunRecord.log = slow_evaluation, slow_log  # type: ignore[assignment, method-assign]
+
+
+def test_an_evaluation_or_a_slow_record_is_no_hang_however_long_it_takes(data: Path, tmp_path: Path) -> None:
+    settings = values(data, tmp_path, steps=12, evalRows=8, evalEvery=6, hangFloor=4, hangFactor=1)
+    with group(2, settings, _slow_evaluation_and_record) as run:
+        assert [run.ended(0), run.ended(1)] == [0, 0], "the others must wait for it"
+    assert record(tmp_path)["outcome"] == "done"
+    assert not (tmp_path / "r" / "hang").exists()
