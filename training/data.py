@@ -33,7 +33,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 SCHEMA = 1
 SPLITS = ("train", "eval")
-_ROWS_AHEAD, _MOST_STEPS = 64, 32  # of a rank, from a store: a second of a fast GPU's rows, and what a slow answer now and then may take
+# Of a rank, from a store: four seconds of a fast GPU's tokens, so that a slow answer now and then is not noticed.
+_TOKENS_AHEAD, _MOST_STEPS = 2**18, 64
 _EVAL_AHEAD = 2
 
 
@@ -284,7 +285,8 @@ class Batches(Iterator[Step]):
         # Steps wait for the store side by side, so that one row a step is no round trip a step.
         steps, threads = max(1, prefetch), 1
         if not data.folder.local:
-            steps = max(steps, min(_MOST_STEPS, -(-_ROWS_AHEAD * world // global_batch)))
+            mine = -(-global_batch // world) * data.manifest.sequence_length
+            steps = max(steps, min(_MOST_STEPS, -(-_TOKENS_AHEAD // mine)))
             threads = min(steps, READERS)
         self._reader = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
         self._stop = threading.Event()

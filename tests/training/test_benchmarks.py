@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import converge, speed
+from benchmarks import converge, loader, speed
 
 
 def test_one_round_of_ours_and_of_what_others_would_run_ends_in_a_table_a_file_and_a_picture(tmp_path):
@@ -51,3 +51,11 @@ def test_a_branch_of_a_run_leaves_the_run_as_it_is(tmp_path):
         file.write("2\n")
     assert Path(tmp_path / "bf16" / "metrics.jsonl").read_text() == "1\n"
     assert (tmp_path / "fp8" / "checkpoints" / "weights").read_text() == "w"
+
+
+def test_the_loader_is_measured_on_a_folder_and_on_s3():
+    results = loader.run(seconds=0.2, tokens_per_second=10_000, latency=0.001, rows=200, length=32, rows_per_step=8)
+    assert [r.case for r in results] == ["folder", "S3, no copy", "S3, no copy, 1 row a step", "S3, copied meanwhile"]
+    assert [r.copied for r in results[:3]] == [1, 0, 0]
+    assert all(r.steps >= 3 and 0 <= r.wait < 1 and r.nanoseconds > 0 for r in results)
+    assert all(len(line) <= 80 for line in loader.table(results).splitlines())

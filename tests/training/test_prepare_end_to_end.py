@@ -25,7 +25,7 @@ import ray
 import training
 from training import shards, tokenizer
 from training.data import open_data
-from training.errors import BadInput
+from training.errors import BadInput, TrainingFailed
 from training.prepare import PrepareSettings, prepare
 from training.sources import held_out
 from training.storage import place
@@ -124,6 +124,61 @@ def test_the_bytes_depend_on_neither_parallelism_nor_time(folder, tmp_path):
     assert files == sorted(p.name for p in (tmp_path / "two").glob("*.bin"))
     for name in [*files, "tokenizer/tokenizer.json"]:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_one_process_alone_gives_the_same_bytes(folder, tmp_path, saved_tokenizer):
+    tasks = prepare(asked(folder, tmp_path / "tasks", saved_tokenizer, parallelism=2, shard_tokens=1024), silent)
+    done = command("--launcher", "process", *arguments_of(asked(folder, tmp_path / "alone", saved_tokenizer, shard_tokens=1024)))
+    assert done.returncode == 0, done.stderr
+    assert open_data(str(tmp_path / "alone")).manifest.hash == tasks.hash
+    for file in (tmp_path / "tasks").glob("*.bin"):
+        assert file.read_bytes() == (tmp_path / "alone" / file.name).read_bytes(), file.name
+    assert "Ray" not in done.stdout
+
+
+def test_a_task_whose_process_is_killed_runs_again(folder, tmp_path, saved_tokenizer, monkeypatch):
+    """Killed after it has handed over its first batch, once; what was handed over is not there twice."""
+    killed = str(tmp_path / "killed")
+    honest = tokenizer.encode_group
+
+    def killing(*arguments, **named):
+        for batch in honest(*arguments, **named):
+            yield batch
+            if not os.path.exists(killed):
+                with open(killed, "x"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    reference = prepare(asked(folder, tmp_path / "reference", saved_tokenizer), silent)
+    monkeypatch.setattr(tokenizer, "encode_group", killing)
+    again = prepare(asked(folder, tmp_path / "out", saved_tokenizer), silent)
+    assert os.path.exists(killed), "nothing was killed"
+    assert again.hash == reference.hash
+
+
+def test_a_task_that_is_killed_each_time_ends_the_job_and_leaves_no_manifest(folder, tmp_path, saved_tokenizer, monkeypatch):
+    monkeypatch.setattr(training.prepare, "_RETRIES", 1)
+    monkeypatch.setattr(tokenizer, "encode_group", lambda *arguments, **named: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(TrainingFailed, match="Ray stopped tokenising"):
+        prepare(asked(folder, tmp_path / "out", saved_tokenizer), silent)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare.lock"]
+
+
+def test_tasks_run_only_where_the_resource_is_and_say_what_they_wait_for(folder, tmp_path, saved_tokenizer, monkeypatch):
+    monkeypatch.setattr(training.prepare, "_WAITING_SECONDS", 0.2)
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        prepare(asked(folder, tmp_path / "out", saved_tokenizer, ray_resource="elsewhere"), interrupting(said))
+    assert said[-1].startswith("waiting for a CPU with the resource 'elsewhere' in the Ray cluster, which has 2 CPU")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def interrupting(said):
+    def say(line):
+        said.append(line)
+        if line.startswith("waiting for"):
+            raise KeyboardInterrupt
+
+    return say
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "arrow", "memory", "http"])
