@@ -16,8 +16,10 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller.state import ResizingState
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -35,12 +37,14 @@ from training.world import backend, look_around
 GUARD_SECONDS, GUARD_FAILURES = 2.0, 5
 # A notice is a drained node in Ray's tables; asking the head costs it one short query. Ray's own five seconds are a fifth of a grace time.
 ALWAYS = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2"}
-# With a lost node Ray first tries the old size; what it waits then is part of the gap. Only room that is there already is waited for.
+# Only room that is there already is waited for: what Ray waits in vain is part of the gap.
 ELASTIC = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
 # Between two looks for room for more workers: each growth costs a start of all of them.
 RESIZE_SECONDS = 60.0
 # How long a growth waits for the checkpoint it begins with, and how long the workers then wait to be ended.
 SAVE_SECONDS, ENDED_SECONDS = 300.0, 30.0
+# A silent node is counted for 15 s, a drained one until its workers are gone.
+GOING_SECONDS = 20.0
 # Ray waits as long for a drained node whose end nobody told (ray.train.v2._internal.constants.DEFAULT_PREEMPTION_DEADLINE_S).
 UNTOLD_SECONDS = 120.0
 HEAD_LOST = "the Ray head was lost (its pod or its node was stopped); start the same job again to go on from the last checkpoint"
@@ -91,22 +95,49 @@ class _TellsOfRestarts(UserCallback):
             )
 
 
-class _SavesBeforeGrowing(ControllerCallback, WorkerGroupCallback):
-    """Runs in Ray Train's controller. It ends a healthy group to start a larger one; what was done since the last checkpoint would be lost."""
+class _Elasticity(ControllerCallback, WorkerGroupCallback):
+    """Runs in Ray Train's controller, for two things that its elastic runs lose time and steps by."""
 
     def __init__(self) -> None:
         self.group: Any = None
+        self.requester = ""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        self.requester = f"train-{train_run_context.run_id}"  # as its scaling policy calls itself
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Ray counts a silent node for a quarter of a minute, and a run's share of the nodes anew every 20 s. A group of the old size would be
+        waited for until the start times out, perhaps twice; so the count is made now, and such a group refused at once.
+        """
+        with contextlib.suppress(ray.exceptions.RayError):
+            _wait_for_the_going()
+            coordinator: Any = get_or_create_autoscaling_coordinator()  # type: ignore[no-untyped-call]
+            ray.get(coordinator._tick.remote())
+            if len(ray.get(coordinator.get_reserved_resources.remote(self.requester))) < worker_group_context.num_workers:
+                raise WorkerGroupStartupTimeoutError(num_workers=worker_group_context.num_workers)
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         self.group = worker_group
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """A healthy group is ended to start a larger one; what was done since the last checkpoint would be lost, so one is written first."""
         if not isinstance(current_state, ResizingState) or self.group is None:
             return
-        # A run that can't answer (it is loading, or its last checkpoint is being exported) is resized all the same: that is Ray's decision.
+        # A run that can't answer (it is loading, or exporting its result) is resized all the same: that is Ray's decision.
         with contextlib.suppress(ray.exceptions.RayError):
             decision: Any = current_state.scaling_decision
             ray.get(self.group.execute_single_async(0, _save_first, decision.num_workers))
+
+
+def _wait_for_the_going() -> None:
+    """Returns when Ray counts no node that does not answer, or is drained and ends once its workers have; after GOING_SECONDS at the latest."""
+    end = time.monotonic() + GOING_SECONDS
+    while time.monotonic() < end:
+        draining = ray._private.state.state.get_draining_nodes()
+        there = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        if all(node["NodeID"] not in draining and _listens((node["NodeManagerAddress"], node["NodeManagerPort"])) for node in there):
+            return
+        time.sleep(0.5)
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
@@ -136,7 +167,7 @@ def run(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
                     name=f"{time.time_ns()}",
                     storage_path=scratch,
                     failure_config=FailureConfig(max_failures=settings.max_failures),
-                    callbacks=[_TellsOfRestarts(lines), *([_SavesBeforeGrowing()] if elastic else [])],  # type: ignore[list-item]
+                    callbacks=[_TellsOfRestarts(lines), *([_Elasticity()] if elastic else [])],  # type: ignore[list-item]
                 ),
             )
             try:

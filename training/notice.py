@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import threading
@@ -41,8 +42,8 @@ def spare(save_seconds: float, step_seconds: float) -> float:
 
 
 def steps_until_next(interval: float, step_seconds: float) -> int:
-    """How many steps from now to ask again: at least 1, so that a slow step is asked about at once."""
-    return max(1, int(interval / max(step_seconds, 1e-6)))
+    """How many steps from now to ask again, so that ``interval`` seconds have passed: 1 where a step alone takes them."""
+    return max(1, math.ceil(interval / max(step_seconds, 1e-6)))
 
 
 class Watch:

@@ -245,15 +245,13 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
                 return
             hang.pausing("a last checkpoint")
             began, expected = time.monotonic(), told
-            deadline = datetime.datetime.fromtimestamp(told.deadline, datetime.UTC).isoformat(timespec="seconds") if told.deadline is not None else None
-            if record is not None:
-                record.expect(told.outcome, told.reason, deadline=deadline, step=done)
+            facts = {"deadline": None if told.deadline is None else f"{datetime.datetime.fromtimestamp(told.deadline, datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"}
+            keep(lambda of_run: of_run.expect(told.outcome, told.reason, step=done, **facts))
             if not is_saved:
                 save(done)
             checkpoints.finish(net, optimizer)  # storage that refuses it is asked again: there is nothing better to do with the time that is left
             seconds = world.broadcast(time.monotonic() - began)
-            if record is not None:
-                record.expect(told.outcome, told.reason, deadline=deadline, step=done, save_seconds=round(seconds, 2))
+            keep(lambda of_run: of_run.expect(told.outcome, told.reason, step=done, save_seconds=round(seconds, 2), **facts))
             say(f"{told.reason}; step {done} is saved, in {seconds:.1f} s")
             watch.saved(told, seconds)
             hooks.saved(told)
@@ -315,6 +313,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             """Loads the last checkpoint, or the weights of the beginning, and leaves out the data since then; returns its step."""
             nonlocal began, first, step_done
             checkpoints.wait()
+            checkpoints.owed = False  # the one of the bad step is not to be made up for
             newest = checkpoint.latest(job.folder / "checkpoints", world, say, settings.storage_patience)
             good = checkpoints.load_newest(newest, net, optimizer)
             if good is None:
