@@ -18,6 +18,7 @@ from typing import Any
 import versions
 from training import schema
 from training.errors import BadInput as BadInput
+from training.prepare_settings import PrepareSettings
 from training.schema import setting
 from training.settings import RUN_NAME, Settings
 from training.transport import preflight
@@ -180,8 +181,13 @@ class Ray:
     head_memory: str = setting("8Gi", "Memory of the Ray head (Gi or Mi).")
     head_cpu: int = setting(2, "CPUs of the Ray head.", at_least=1)
     workers: int | None = setting(None, "Worker pods on an existing cluster; 1 where nothing is said. On EKS each GPU node has one.", at_least=1)
-    worker_cpu: float = setting(1.0, "CPUs of a worker pod on an existing cluster. On EKS a worker has all that its node can give.", above=0)
-    worker_memory: str = setting("4Gi", "Memory of a worker pod on an existing cluster (Gi or Mi).")
+    worker_cpu: float = setting(
+        1.0,
+        "CPUs of a worker pod on an existing cluster. On EKS a worker has all that its node can give, and this is for the pod that prepares data on"
+        " each system node (training.prepare, with gpu.minNodes and maxNodes).",
+        above=0,
+    )
+    worker_memory: str = setting("4Gi", "Memory of such a pod (Gi or Mi).")
     huge_pages_mib: int | None = setting(
         None, "MiB of 2 MiB huge pages for each worker, where the nodes have reserved them (EFA: 5120).", at_least=2, key="hugePagesMiB"
     )
@@ -209,8 +215,11 @@ class Ray:
 
     @property
     def head_memory_gib(self) -> float:
-        number = float(self.head_memory[:-2])
-        return number if self.head_memory.endswith("Gi") else number / 1024
+        return _gib(self.head_memory)
+
+    @property
+    def worker_memory_gib(self) -> float:
+        return _gib(self.worker_memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,13 +278,16 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """``run``: does `pulumi up` start the job; ``settings``: the job's own settings under their file keys (training/settings.py)."""
+    """``run``: does `pulumi up` start the job; ``settings``: the job's own settings under their file keys (training/settings.py); ``prepare``: those
+    of what prepares its data first (training/prepare_settings.py), None where the data is there.
+    """
 
     run: bool = False
     deadline: datetime.timedelta = datetime.timedelta(days=7)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pip: tuple[str, ...] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prepare: Mapping[str, Any] | None = None
 
     @property
     def transport(self) -> str:
@@ -355,7 +367,7 @@ SECTIONS: dict[str, type] = {
     "budget": Budget,
 }
 SCALARS = {"owner": "unset"}
-AROUND_THE_JOB = ("run", "runName", "deadline", "environment", "pip", "pipReplaces")
+AROUND_THE_JOB = ("run", "runName", "deadline", "environment", "pip", "pipReplaces", "prepare")
 KEYS = (*SCALARS, *SECTIONS, "training")
 
 
@@ -402,8 +414,15 @@ def _training(raw: Any, problems: list[str]) -> Training | None:
     if name is not None:
         job["run"] = name
     # Settings that a stopped job still lacks are no problem, but misspelt ones are found at once.
-    lacking = {} if run else {"data": "-", "model": {"random": "tiny"}}
+    lacking: dict[str, Any] = {} if run else {"data": "-", "model": {"random": "tiny"}}
     before = len(problems)
+    prepare = raw.get("prepare")
+    if prepare is not None:
+        # Where it goes is the stack's storage, which is known later.
+        schema.collect(PrepareSettings, {"output": "-", **prepare} if isinstance(prepare, Mapping) else prepare, f"{where}prepare.", problems)
+        lacking["data"] = "-"
+        if "data" in job:
+            problems.append(f"{where}data = {job['data']!r} and training.prepare exclude each other: the job reads what prepare writes; leave one of them out")
     schema.collect(Settings, {**lacking, **job}, where, problems)
     given, environment, pip = raw.get("deadline", "7d"), raw.get("environment", {}), raw.get("pip", [])
     deadline = _duration(given) if isinstance(given, str) else None
@@ -427,7 +446,7 @@ def _training(raw: Any, problems: list[str]) -> Training | None:
             )
     if len(problems) > before or deadline is None:
         return None
-    return Training(run=run, settings=job, deadline=deadline, environment=dict(environment), pip=tuple(pip))
+    return Training(run=run, settings=job, deadline=deadline, environment=dict(environment), pip=tuple(pip), prepare=prepare)
 
 
 def _combinations(parts: Mapping[str, Any], training: Training | None, region: str | None) -> list[str]:
@@ -538,6 +557,10 @@ def _network(cidr: str) -> ipaddress.IPv4Network | None:
         return ipaddress.IPv4Network(cidr)
     except ValueError:
         return None
+
+
+def _gib(memory: str) -> float:
+    return float(memory[:-2]) / (1 if memory.endswith("Gi") else 1024)
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -73,6 +73,19 @@ class Zones:
     control_plane: tuple[str, str]
 
 
+def _no_room_to_prepare(stack: Stack, system: Instance) -> list[str]:
+    """Whether no system node could take a pod that prepares data (workloads.manifests): the job would wait for it for ever."""
+    beside = (SYSTEM_PODS_GIB + stack.ray.head_memory_gib, 1 + stack.ray.head_cpu) if stack.system.nodes == 1 else (1.0, 1)
+    memory, cpus = system.allocatable_gib - beside[0], system.vcpus - beside[1]
+    if stack.ray.worker_memory_gib <= memory and stack.ray.worker_cpu <= cpus:
+        return []
+    return [
+        f"{PROJECT}:training.prepare wants a pod with {stack.ray.worker_cpu:g} CPUs and {stack.ray.worker_memory} on a system node, and {system.name}"
+        f" has {max(0, cpus)} CPUs and {max(0.0, memory):.1f} GiB left; use system.nodes: 2, a bigger system.instanceType, or less in ray.workerCpu"
+        " and ray.workerMemory"
+    ]
+
+
 def problems(stack: Stack, facts: Facts, allowed_accounts: Sequence[str] = ()) -> list[str]:
     """What of a well-formed stack this account and region can't do; each with key, value and way out."""
     gpu, system, region = facts.gpu, facts.system, facts.region
@@ -98,6 +111,8 @@ def problems(stack: Stack, facts: Facts, allowed_accounts: Sequence[str] = ()) -
         )
     if stack.ray.head_cpu > system.vcpus - 1:
         found.append(f"{PROJECT}:ray.headCpu = {stack.ray.head_cpu} does not fit {system.name} with {system.vcpus} vCPUs, one of them for the rest; lower it")
+    if stack.training.prepare is not None and stack.gpu.autoscaled:
+        found += _no_room_to_prepare(stack, system)
     if stack.zone and stack.zone not in [z.name for z in facts.zones]:
         found.append(f"{PROJECT}:network.zone = {stack.zone!r} is not open to this account; zones: {', '.join(z.name for z in facts.zones)}")
     elif stack.zone:

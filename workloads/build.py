@@ -48,9 +48,31 @@ def workers_of(stack: config.Stack, nodes: Nodes | None) -> manifests.Workers:
     return manifests.Workers(least=pods, most=pods, cpu=stack.ray.worker_cpu, memory=stack.ray.worker_memory)
 
 
+def preparing_of(stack: config.Stack, on_eks: bool) -> manifests.Workers | None:
+    """The pods that prepare data while there are no GPU nodes yet. Where their number is fixed they bill already, and their own CPUs do it sooner."""
+    if not on_eks or stack.training.prepare is None or not stack.gpu.autoscaled:
+        return None
+    return manifests.Workers(least=0, most=stack.system.nodes, cpu=stack.ray.worker_cpu, memory=stack.ray.worker_memory)
+
+
+def prepare_of(training: config.Training, uri: str, preparing: manifests.Workers | None) -> dict[str, Any] | None:
+    """Prepare's settings: where its output goes and where its tasks run, under what the stack says. uri: where runs go."""
+    if training.prepare is None:
+        return None
+    folder, mark, query = uri.partition("?")
+    # Other settings are other data, and finished data is never overwritten.
+    output = f"{folder.rstrip('/')}/data-{manifests.digest(dict(training.prepare))}{mark}{query}"
+    return {"output": output, **({"rayResource": manifests.PREPARE_RESOURCE} if preparing else {}), **training.prepare}
+
+
 def settings_of(stack: config.Stack, training: config.Training, workers: manifests.Workers, uri: str) -> dict[str, Any]:
     """The job's settings: what the cluster decides, under what the stack says. Raises BadInput for more workers than there is room for."""
     known: dict[str, Any] = {"workers": workers.ranks, "storage": uri}
+    prepared = prepare_of(training, uri, None)
+    if prepared is not None:
+        known["data"] = prepared["output"]
+    if workers.gpus and not workers.least:
+        known["device"] = "cuda"  # no GPU is there yet when the job looks for one
     if training.transport == "efa" and workers.efa:
         known["nicsPerHost"] = workers.efa
     found = {**known, **training.settings}
@@ -108,6 +130,7 @@ def build(stack: config.Stack, name: str, nodes: Nodes | None, secrets: Mapping[
                 hub_token=secrets.get("huggingFaceToken") is not None,
                 huge_pages_mib=stack.ray.huge_pages_mib,
                 lock_memory=stack.ray.lock_memory,
+                preparing=preparing_of(stack, on_eks),
             ),
             namespace=inside,
             operator_labels=pod_labels(name),
@@ -142,4 +165,5 @@ def _job(stack: config.Stack, name: str, pods: str, workers: manifests.Workers, 
         pip=training.pip,
         deadline=int(training.deadline.total_seconds()),
         on_eks=on_eks,
+        prepare=prepare_of(training, uri, preparing_of(stack, on_eks)),
     )

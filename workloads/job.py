@@ -12,7 +12,7 @@ import config
 from workloads import manifests
 
 CODE = "/code"
-SETTINGS = "settings.json"
+SETTINGS, PREPARE = "settings.json", "prepare.json"
 SUBMITTER_CODE = Path(__file__).with_name("submit.py")
 SOURCE_KINDS = (".py", ".yaml")
 # The API server takes 1 MiB an object, keys and metadata included.
@@ -49,7 +49,8 @@ def check_size(files: Mapping[str, str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that decides a run. settings: the job's own, under their file keys. environment: Ray's runtime environment. deadline: seconds.
+    """Everything that decides a run. settings: the job's own, under their file keys. prepare: those of what prepares its data first, None where it is
+    there. environment: Ray's runtime environment. deadline: seconds, for both.
     pods: what the cluster's pods are made from, for new pods end a job.
     """
 
@@ -63,6 +64,7 @@ class Job:
     pip: tuple[str, ...]
     deadline: int
     on_eks: bool
+    prepare: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -77,7 +79,9 @@ class Job:
     @property
     def files(self) -> dict[str, str]:
         """What the working directory holds: the package, the settings, and what hands them over."""
-        return {**self.code, SETTINGS: json.dumps(dict(self.settings), indent=1, sort_keys=True), SUBMITTER_CODE.name: SUBMITTER_CODE.read_text()}
+        settings = {SETTINGS: self.settings, **({} if self.prepare is None else {PREPARE: self.prepare})}
+        written = {name: json.dumps(dict(values), indent=1, sort_keys=True) for name, values in settings.items()}
+        return {**self.code, **written, SUBMITTER_CODE.name: SUBMITTER_CODE.read_text()}
 
 
 def _key(path: str) -> str:
@@ -100,8 +104,11 @@ def ray_job(job: Job) -> dict[str, Any]:
         **({"pip": list(job.pip)} if job.pip else {}),
     }
     runtime_env = json.dumps(runtime, sort_keys=True)
+    command = f"python -m training.job --launcher ray --config {SETTINGS}"
+    if job.prepare is not None:
+        command = f"sh -c 'python -m training.prepare --launcher ray --config {PREPARE} && exec {command}'"
     # Interrupted first, so that the run can say where it stopped.
-    entrypoint = f"timeout --signal=INT --kill-after=120 {job.deadline} python -m training.job --launcher ray --config {SETTINGS}"
+    entrypoint = f"timeout --signal=INT --kill-after=120 {job.deadline} {command}"
     files = [{"key": _key(path), "path": path} for path in sorted(job.files)]
     return {
         "submissionMode": "K8sJobMode",

@@ -19,6 +19,8 @@ TOKEN_SECRET, TOKEN_KEY = "hugging-face", "token"
 # What the kubelet and the node's own daemons (CNI, kube-proxy, Pod Identity agent, device plugins) take besides what EC2 reports.
 DAEMON_CPUS, DAEMON_GIB = 2, 2
 STOP_SECONDS = 60
+# A resource of Ray that only the pods for preparing data have. A task that asks for it never makes a GPU node start.
+PREPARE_RESOURCE = "prepare"
 # Ray's own autoscaler, a container beside the head; KubeRay's default asks for half a CPU.
 AUTOSCALER = {
     "version": "v2",
@@ -60,7 +62,9 @@ def whole_node(vcpus: int, allocatable_gib: float, gpus: int, efa: int, size: tu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What decides the RayCluster document. on_eks: system and GPU nodes exist, each with its label and taint."""
+    """What decides the RayCluster document. on_eks: system and GPU nodes exist, each with its label and taint. preparing: pods on system nodes that
+    come when data is prepared and go after it, None where there is nothing to prepare or the workers do it.
+    """
 
     name: str
     image: str
@@ -73,6 +77,7 @@ class Cluster:
     hub_token: bool = False
     huge_pages_mib: int | None = None
     lock_memory: bool = False
+    preparing: Workers | None = None
 
 
 def restricted(*capabilities: str) -> dict[str, Any]:
@@ -213,6 +218,35 @@ def _worker_spec(cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def _preparing(cluster: Cluster, pods: Workers) -> dict[str, Any]:
+    """The group of pods that prepare data: on system nodes, none of them at rest."""
+    volumes, mounts = _volumes(cluster)
+    container = {
+        "name": "ray-worker",
+        "image": cluster.image,
+        "imagePullPolicy": "IfNotPresent",
+        # Else the CUDA image's hook looks for a driver that a CPU node has not.
+        "env": [*_environment(cluster), {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}],
+        "resources": {"requests": {"cpu": _cpus(pods.cpu), "memory": pods.memory, "ephemeral-storage": "5Gi"}, "limits": {"memory": pods.memory}},
+        "securityContext": restricted(),
+        "volumeMounts": mounts,
+    }
+    spec = {
+        "serviceAccountName": config.TRAINING_SERVICE_ACCOUNT,
+        "automountServiceAccountToken": False,
+        "nodeSelector": system_nodes(cluster.on_eks),
+        "containers": [container],
+        "volumes": volumes,
+    }
+    cpus = max(1, math.ceil(pods.cpu))
+    return {
+        "groupName": "preparing",
+        "rayStartParams": {"num-cpus": str(cpus), "num-gpus": "0"},
+        "resources": {PREPARE_RESOURCE: str(cpus)},
+        "template": {"spec": spec},
+    }
+
+
 def _cpus(number: float) -> str:
     return str(int(number)) if number == int(number) else f"{round(number * 1000)}m"
 
@@ -223,9 +257,10 @@ def ray_cluster(cluster: Cluster) -> dict[str, Any]:
     autoscaled = workers.least != workers.most
     head = _head(cluster, autoscaled)
     group: dict[str, Any] = {"groupName": "workers", "rayStartParams": {"num-gpus": str(workers.gpus)}, "template": {"spec": _worker_spec(cluster)}}
+    preparing = [] if cluster.preparing is None else [_preparing(cluster, cluster.preparing)]
     # The operator compares the head alone with its description; this tells of every pod which description it was made from.
-    mark = {MADE_FROM: digest([head, group])}
-    for template in (head["template"], group["template"]):
+    mark = {MADE_FROM: digest([head, group, *preparing])}
+    for template in (head["template"], *(one["template"] for one in (group, *preparing))):
         template["metadata"] = {"annotations": mark}
     return {
         "rayVersion": versions.RAY,
@@ -237,7 +272,10 @@ def ray_cluster(cluster: Cluster) -> dict[str, Any]:
         **({"autoscalerOptions": AUTOSCALER} if autoscaled else {}),
         "headGroupSpec": head,
         # With autoscaling the number is Ray's to write.
-        "workerGroupSpecs": [{**group, **({} if autoscaled else {"replicas": workers.most}), "minReplicas": workers.least, "maxReplicas": workers.most}],
+        "workerGroupSpecs": [
+            {**group, **({} if autoscaled else {"replicas": workers.most}), "minReplicas": workers.least, "maxReplicas": workers.most},
+            *({**one, "minReplicas": 0, "maxReplicas": cluster.preparing.most} for one in preparing if cluster.preparing),
+        ],
     }
 
 

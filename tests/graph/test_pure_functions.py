@@ -196,6 +196,17 @@ def test_the_default_stack_fits():
     assert facts.problems(stack(), account()) == []
 
 
+def test_a_pod_that_prepares_data_must_find_room_on_a_system_node():
+    """The job would wait for it for ever, before its first step."""
+    wanted = {"gpu": {"minNodes": 0, "maxNodes": 2}, "training": {"prepare": {"sources": ["s3://b/text"], "tokenizer": "train:4096"}}}
+    (problem,) = facts.problems(stack(**wanted), account())
+    assert "training.prepare wants a pod with 1 CPUs and 4Gi on a system node, and m7i.xlarge has 1 CPUs and 2.3 GiB left" in problem
+    for way_out in ({"system": {"nodes": 2}}, {"ray": {"workerMemory": "2Gi"}}):
+        assert facts.problems(stack(**wanted, **way_out), account()) == [], "the way out must be a way out"
+    assert facts.problems(stack(**wanted, system={"instanceType": "m7i.2xlarge"}), account(system="m7i.2xlarge")) == []
+    assert facts.problems(stack(**{**wanted, "gpu": {"nodes": 2}}), account()) == [], "GPU nodes that are there prepare themselves"
+
+
 def test_a_head_that_does_not_fit_the_system_type_is_a_config_error():
     (problem,) = facts.problems(stack(ray={"headMemory": "14Gi"}), account())
     assert "ray-train-efa:ray.headMemory = '14Gi' does not fit m7i.xlarge" in problem

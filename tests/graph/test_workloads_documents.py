@@ -15,6 +15,7 @@ import config
 import versions
 from config import BadInput
 from training import schema
+from training.prepare_settings import PrepareSettings
 from training.settings import Settings
 from training.transport import preflight
 from workloads import build, charts, job, kuberay, manifests, storage
@@ -470,3 +471,77 @@ def test_a_token_in_plain_text_is_refused_without_being_shown():
         config.from_pulumi(values, encrypted=[])
     assert "hf_abc" not in str(refusal.value)
     assert "hf_abc" not in repr(config.from_pulumi(values, encrypted=list(values)))
+
+
+# Preparing data first
+
+PREPARING = {"sources": ["s3://bucket/text"], "tokenizer": "train:4096"}
+
+
+def test_data_is_prepared_before_the_job_by_the_same_command_line():
+    plain, prepared = job.ray_job(planned()), planned(prepare={"output": "s3://bucket/data", **PREPARING})
+    document = job.ray_job(prepared)
+    first = "sh -c 'python -m training.prepare --launcher ray --config prepare.json && exec python -m training.job --launcher ray --config settings.json'"
+    assert document["entrypoint"] == f"timeout --signal=INT --kill-after=120 3600 {first}"
+    assert json.loads(prepared.files["prepare.json"]) == {"output": "s3://bucket/data", **PREPARING}
+    assert {"key": "prepare.json", "path": "prepare.json"} in document["submitterPodTemplate"]["spec"]["volumes"][0]["configMap"]["items"]
+    assert "prepare" not in plain["entrypoint"]
+    assert "prepare.json" not in planned().files
+
+
+def training_of(**training):
+    return config.load({"training": training}).training
+
+
+@pytest.mark.parametrize(
+    ("uri", "folder"), [("s3://bucket/runs", "s3://bucket/runs/data-{}"), ("s3://b/runs?region=x&scheme=http", "s3://b/runs/data-{}?region=x&scheme=http")]
+)
+def test_prepared_data_lies_beside_the_runs_under_a_name_that_its_settings_make(uri, folder):
+    asked = training_of(prepare=PREPARING)
+    made = build.prepare_of(asked, uri, None)
+    assert made == {"output": folder.format(manifests.digest(PREPARING)), **PREPARING}
+    assert made["output"] != build.prepare_of(training_of(prepare={**PREPARING, "sequenceLength": 2048}), uri, None)["output"]
+    assert build.settings_of(config.load({}), asked, G6, uri)["data"] == made["output"]
+    assert build.prepare_of(training_of(prepare={**PREPARING, "output": "/mine"}), uri, None)["output"] == "/mine"
+    schema.parse(PrepareSettings, made)
+
+
+def test_nothing_that_prepares_can_make_a_gpu_node_start():
+    """Ray's autoscaler starts a node that has what a task asks for, and the GPU nodes do not have it."""
+    stack = config.load({"gpu": {"minNodes": 0, "maxNodes": 4}, "system": {"nodes": 2}, "training": {"prepare": PREPARING}})
+    pods = build.preparing_of(stack, on_eks=True)
+    made = build.prepare_of(stack.training, "s3://bucket/runs", pods)
+    workers, preparing = manifests.ray_cluster(cluster(workers=manifests.whole_node(48, 181.4, 4, 1, (0, 4)), preparing=pods))["workerGroupSpecs"]
+    assert made["rayResource"] in preparing["resources"]
+    assert "resources" not in workers
+    assert (preparing["minReplicas"], preparing["maxReplicas"], "replicas" in preparing) == (0, 2, False), "none at rest, one a system node"
+    spec = preparing["template"]["spec"]
+    assert spec["nodeSelector"] == {config.ROLE_LABEL: "system"}
+    assert "nvidia.com/gpu" not in json.dumps(spec)
+    assert preparing["template"]["metadata"] == workers["template"]["metadata"], "the wait for the cluster knows its own pods by this"
+    assert build.settings_of(stack, stack.training, manifests.whole_node(48, 181.4, 4, 1, (0, 4)), "s3://b/r")["device"] == "cuda", (
+        "a job that starts without a GPU node would take itself for one on CPUs"
+    )
+
+
+@pytest.mark.parametrize("stack", [{}, {"gpu": {"nodes": 2}}, {"cluster": EXISTING}])
+def test_gpu_nodes_that_bill_already_prepare_with_their_own_cpus(stack):
+    found = config.load({**stack, "training": {"prepare": PREPARING}})
+    assert build.preparing_of(found, on_eks=found.cluster.kind == "create") is None
+    assert "rayResource" not in build.prepare_of(found.training, "/storage/runs", None)
+
+
+@pytest.mark.parametrize(
+    ("training", "told"),
+    [
+        ({"prepare": {"sources": ["x"]}}, "ray-train-efa:training.prepare.tokenizer is missing"),
+        ({"prepare": {**PREPARING, "sorces": 1}}, "did you mean ray-train-efa:training.prepare.sources"),
+        ({"prepare": {**PREPARING, "tokenizer": "train:3"}}, "write train:SIZE"),
+        ({"prepare": "text"}, "ray-train-efa:training.prepare must be a mapping"),
+        ({"prepare": PREPARING, "data": "s3://b/d"}, "data = 's3://b/d' and training.prepare exclude each other"),
+    ],
+)
+def test_what_prepare_cannot_do_is_refused_before_any_resource(training, told):
+    with pytest.raises(BadInput) as raised:
+        config.load({"training": {"run": True, "model": {"random": "tiny"}, **training}})
+    assert told in str(raised.value)
