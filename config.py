@@ -423,6 +423,8 @@ def _training(raw: Any, problems: list[str]) -> Training | None:
         lacking["data"] = "-"
         if "data" in job:
             problems.append(f"{where}data = {job['data']!r} and training.prepare exclude each other: the job reads what prepare writes; leave one of them out")
+    if "workers" not in job and isinstance(job.get("minWorkers"), int):
+        lacking["workers"] = max(1, job["minWorkers"])  # the nodes decide, and minWorkers is held against them when they are known
     schema.collect(Settings, {**lacking, **job}, where, problems)
     given, environment, pip = raw.get("deadline", "7d"), raw.get("environment", {}), raw.get("pip", [])
     deadline = _duration(given) if isinstance(given, str) else None

@@ -76,6 +76,12 @@ def settings_of(stack: config.Stack, training: config.Training, workers: manifes
     if training.transport == "efa" and workers.efa:
         known["nicsPerHost"] = workers.efa
     found = {**known, **training.settings}
+    if "minWorkers" not in found and workers.fewest_ranks < found["workers"]:
+        found["minWorkers"] = workers.fewest_ranks  # nodes come and go between the two, and the run with them
+    if (found.get("minWorkers") or 0) > found["workers"]:
+        raise config.BadInput(
+            f"{config.PROJECT}:training.minWorkers = {found['minWorkers']} is more than the {found['workers']} workers there are; lower it, or add nodes"
+        )
     if found["workers"] > workers.ranks:
         each = f"{workers.gpus} GPUs" if workers.gpus else "room for 1"
         raise config.BadInput(

@@ -18,7 +18,10 @@ SUBMITTER = {"app.kubernetes.io/component": "ray-job-submitter"}
 TOKEN_SECRET, TOKEN_KEY = "hugging-face", "token"
 # What the kubelet and the node's own daemons (CNI, kube-proxy, Pod Identity agent, device plugins) take besides what EC2 reports.
 DAEMON_CPUS, DAEMON_GIB = 2, 2
-STOP_SECONDS = 60
+# A worker pod that is stopped: at most so long for the command that tells Ray, then so long for the run to write a checkpoint and go elsewhere,
+# then 5 s for Ray's own processes to end.
+TELL_SECONDS, LEAVE_SECONDS = 20, 35
+STOP_SECONDS = TELL_SECONDS + LEAVE_SECONDS + 5
 # A resource of Ray that only the pods for preparing data have. A task that asks for it never makes a GPU node start.
 PREPARE_RESOURCE = "prepare"
 # Ray's own autoscaler, a container beside the head; KubeRay's default asks for half a CPU.
@@ -51,6 +54,11 @@ class Workers:
     def ranks(self) -> int:
         """Training processes when every pod is there: one a GPU, else one a pod."""
         return self.most * max(1, self.gpus)
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Training processes when only those pods are there that always are, and one at least."""
+        return max(1, self.least) * max(1, self.gpus)
 
 
 def whole_node(vcpus: int, allocatable_gib: float, gpus: int, efa: int, size: tuple[int, int]) -> Workers:
@@ -190,7 +198,9 @@ def _worker_spec(cluster: Cluster) -> dict[str, Any]:
         # The folder exists on one node only; a pod elsewhere would write its checkpoint where nobody looks.
         affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [_near(cluster, "head")]}
     key, _, effect = config.GPU_TAINT
-    drain = f"ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is stopped' --deadline-remaining-seconds {STOP_SECONDS - 25}"
+    drain = f"ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is stopped' --deadline-remaining-seconds {LEAVE_SECONDS}"
+    # Ray's processes get their SIGTERM when the hook returns, so it stays as long as the node has work: a drained one without any ends by itself.
+    leave = f"for i in $(seq {LEAVE_SECONDS}); do grep -qsx raylet /proc/[0-9]*/comm || break; sleep 1; done"
     return {
         "serviceAccountName": config.TRAINING_SERVICE_ACCOUNT,
         "automountServiceAccountToken": False,
@@ -205,7 +215,7 @@ def _worker_spec(cluster: Cluster) -> dict[str, Any]:
                 "imagePullPolicy": "IfNotPresent",
                 "env": _environment(cluster),
                 # `ray stop` would look like a crash to the run; a drained node is one that is known to go.
-                "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"timeout 20 {drain} || true"]}}},
+                "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"timeout {TELL_SECONDS} {drain} && {leave}; true"]}}},
                 "resources": {
                     "requests": {"cpu": _cpus(workers.cpu), "memory": workers.memory, "ephemeral-storage": "5Gi", **devices},
                     "limits": {"memory": workers.memory, **devices},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,10 @@ def test_a_stopped_worker_is_drained_and_not_crashed():
     assert "drain-node" in command
     assert "PREEMPTION" in command
     assert "ray stop" not in command
-    assert worker["terminationGracePeriodSeconds"] > 20, "longer than the command may take"
+    told, left = (int(re.search(pattern, command)[1]) for pattern in (r"^timeout (\d+) ", r"--deadline-remaining-seconds (\d+)"))
+    assert f"&& for i in $(seq {left}); do" in command, "it stays until the run has left: only then are Ray's processes told to end"
+    assert told + left < worker["terminationGracePeriodSeconds"], "else the kubelet kills the workers while they write their checkpoint"
+    assert left >= 25, "a checkpoint takes a while"
 
 
 def test_cpu_workers_of_an_existing_cluster_ask_for_no_device_label_or_taint():
@@ -407,6 +411,20 @@ def test_the_cluster_decides_what_the_job_leaves_open():
     assert (given_anyway["workers"], given_anyway["storage"]) == (4, "s3://other/runs")
     assert "nicsPerHost" not in given_anyway
     schema.parse(Settings, {**found, "data": "x", "model": {"random": "tiny"}})
+
+
+def test_a_run_on_a_changing_number_of_nodes_goes_on_with_as_few_workers_as_they_hold():
+    scaled = dataclasses.replace(G6, least=0, most=4)
+    assert settings_of({}, scaled)["minWorkers"] == 4, "one node at least, whatever minNodes is"
+    assert settings_of({}, dataclasses.replace(scaled, least=2))["minWorkers"] == 8
+    found = settings_of({"training": {"workers": 4}}, scaled)
+    assert "minWorkers" not in found, "no fewer than it was told"
+    assert settings_of({"training": {"minWorkers": None}}, scaled)["minWorkers"] is None, "a fixed size, where that is said"
+    assert settings_of({"training": {"minWorkers": 12}}, scaled)["minWorkers"] == 12
+    assert "minWorkers" not in settings_of({}), "nor where the number of nodes is fixed"
+    with pytest.raises(BadInput, match=r"training.minWorkers = 12 is more than the 8 workers there are"):
+        settings_of({"training": {"minWorkers": 12}})
+    schema.parse(Settings, {**settings_of({}, scaled), "data": "x", "model": {"random": "tiny"}})
 
 
 def test_fr29_more_workers_than_room_are_refused_with_the_numbers():
