@@ -198,7 +198,7 @@ class Checkpointer:
             raise
         if self.world.is_main:
             try:
-                self._prune(step)
+                prune(self.folder, step, self.attempt, self.keep)
             except OSError as error:
                 self._notes.append(f"older checkpoints could not be removed ({error}); it is tried again after the next one")
 
@@ -273,21 +273,11 @@ class Checkpointer:
         what = f"the checkpoint of step {step} could not be written to {self.folder} ({where})"
         return f"{what}; {kept}. Make room or mend the storage, then start the same command again"
 
-    def _prune(self, newest: int) -> None:
-        """Keeps the newest ``keep`` whole checkpoints up to step ``newest``; older ones go, and what was left torn before it."""
-        whole = 0
-        for found in find(self.folder):
-            if found.step > newest or found.attempt > self.attempt:
-                continue
-            whole += found.torn is None
-            if (found.torn is None and whole > self.keep) or found.torn is not None:
-                _remove(found.folder)
-
     def load_newest(self, found: Found | None, model: Any, optimizer: torch.optim.Optimizer) -> Found | None:
         """Fills model, optimizer and this rank's random state from ``found``, or, where it is damaged, from the newest one before it that is not.
 
-        Returns the one that was loaded; None where none was, and then the weights must be filled anew. Raises TrainingFailed on all ranks where
-        storage can't be read for as long as patience lasts.
+        Returns the one that was loaded; None where there was none, and then the weights must be filled anew. Raises TrainingFailed on all ranks
+        where all are damaged, and where storage can't be read for as long as patience lasts.
         """
         damaged: set[str] = set()
         while found is not None:
@@ -296,9 +286,15 @@ class Checkpointer:
                 return found
             except Damaged as error:
                 self.say(f"checkpoint {found.folder.name} is not used: {error}")
+                last = error
             damaged.add(found.folder.name)
-            optimizer.state.clear()  # it may hold a part of what was read
             found = latest(self.folder, self.world, self.say, self.patience, damaged)
+        if damaged:
+            # Beginning anew would bill all of it again, on a storage that alters what it is given.
+            raise TrainingFailed(
+                f"{self.folder}: no checkpoint of the run holds what was written ({', '.join(sorted(damaged))}; {last});"
+                " bring one back from a copy, or give the run another name to begin anew"
+            )
         return None
 
     def load(self, found: Found, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -312,10 +308,12 @@ class Checkpointer:
                 self._load(found, model, optimizer)
                 break
             except CheckpointException as error:
-                rank, why = min(error.failures.items())[0], min(error.failures.items())[1][0]
-                away = all(isinstance(e, OSError) and not isinstance(e, FileNotFoundError) for e, _ in error.failures.values())
-                if not away:
-                    raise Damaged(_reason(error)) from error
+                rank, why = next((rank, found[0]) for rank, found in sorted(error.failures.items()))
+                for failed, _ in error.failures.values():
+                    if isinstance(failed, Damaged):
+                        raise failed from error
+                    if not isinstance(failed, OSError):
+                        raise RuntimeError(f"checkpoint {found.folder} does not fit (rank {rank}: {type(failed).__name__}: {failed})") from error
                 left = self.world.broadcast(since + self.patience - self.clock())
                 if left <= 0:
                     raise TrainingFailed(
@@ -380,11 +378,18 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _reason(error: CheckpointException) -> str:
-    """The one reason to tell a person: damage, if any rank found some, else whatever the first rank stopped with."""
-    found = [e for _, (e, _) in sorted(error.failures.items())]
-    first = next((e for e in found if isinstance(e, Damaged)), found[0])
-    return str(first) if isinstance(first, Damaged) else f"it can't be read ({type(first).__name__}: {first})"
+def prune(folder: Place, newest: int, attempt: int, keep: int) -> None:
+    """Of the checkpoints under ``folder`` that this and earlier attempts wrote, up to step ``newest``, leaves the ``keep`` newest whole ones.
+
+    Nothing else is touched, whatever lies there. Raises OSError.
+    """
+    whole = 0
+    for found in find(folder):
+        if found.step > newest or found.attempt > attempt:
+            continue
+        whole += found.torn is None
+        if found.torn is not None or whole > keep:
+            _remove(found.folder)
 
 
 def _remove(folder: Place) -> None:

@@ -230,7 +230,10 @@ class Reader(FileSystemReader):
         length = min(self.block, self.files[name] - begin)
         with self._lock:
             if name not in self._open:
-                self._open[name] = self.folder.fs.open_input_file(f"{self.folder.path}/{name}")
+                try:
+                    self._open[name] = self.folder.fs.open_input_file(f"{self.folder.path}/{name}")
+                except FileNotFoundError as error:
+                    raise Damaged(f"{name} is missing") from error
             file = self._open[name]
         # A file of fsspec has one position for all threads.
         with self._lock if isinstance(self.folder.fs, pafs.PyFileSystem) else contextlib.nullcontext():

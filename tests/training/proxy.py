@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import http.client
+import json
 import re
 import socket
 import subprocess
@@ -121,7 +123,7 @@ class Proxy:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
 
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any  # noqa: N815
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
@@ -143,6 +145,47 @@ class Proxy:
         return f"s3://{path}?endpoint_override={self.endpoint}&scheme=http&region=us-west-2"
 
     def __enter__(self) -> Proxy:
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class Credentials:
+    """What EKS Pod Identity's agent is to a pod: an endpoint that gives keys for ``seconds`` to whoever shows a token."""
+
+    def __init__(self, seconds: float) -> None:
+        self.issued: dict[str, float] = {}
+        """Access key: the time at which it runs out."""
+        self.tokens: list[str] = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                endpoint.tokens.append(self.headers.get("Authorization", ""))
+                key, ends = f"KEY{len(endpoint.issued) + 1:017d}", time.time() + seconds
+                endpoint.issued[key] = ends
+                until = datetime.datetime.fromtimestamp(ends, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                body = json.dumps({"AccessKeyId": key, "SecretAccessKey": "secret", "Token": "token", "Expiration": until}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self._http.server_address[1]}/credentials"
+
+    def knows(self, request: Request, ever: bool = False) -> bool:
+        """Whether the request is signed with a key that is good now (or was ``ever``)."""
+        found = re.search(r"Credential=([^/]+)/", request.headers.get("authorization", ""))
+        return found is not None and found[1] in self.issued and (ever or time.time() < self.issued[found[1]])
+
+    def __enter__(self) -> Credentials:
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return self
 
