@@ -58,25 +58,23 @@ def settings_of(settings: Mapping[str, Any], steps: int, run: str) -> dict[str, 
     return {**found, "warmupSteps": min(int(found.get("warmupSteps", 20)), steps)}
 
 
-def leg(
-    inside: Inside, kind: str | None, at: int, run: str, made: Submission, seed: int, away: float, note: Say, clock: Callable[[], float] = time.monotonic
-) -> None:
+def leg(inside: Inside, kind: str | None, at: int, run: str, made: Submission, seed: int, away: float, note: Say) -> None:
     """One run to its end, struck by ``kind`` after step ``at``. Raises Refused where it ends before, or not at all."""
-    end = clock() + LEG_SECONDS
+    end = time.monotonic() + LEG_SECONDS
     jobs = inside.ray()
     jobs.submit(run, *made)
     again = f"{run}-again"
     try:
         if kind is not None:
-            _until(lambda: _steps_done(inside, run) >= at or _over(inside, run), end, clock, f"step {at} of {run}")
+            _until(lambda: _steps_done(inside, run) >= at or _over(inside, run), end, f"step {at} of {run}")
             if _over(inside, run):
                 raise Refused(f"run {run} ended before it could be harmed; give it more --steps")
-            strike(inside, kind, f"{inside.storage}/{run}", random.Random(f"{seed}/{kind}"), away, note)
+            strike(inside, kind, f"{inside.storage}/{run}", random.Random(f"{seed}/{kind}"), away, note, lambda: _over(inside, run))
         if kind == HEAD:
             note("  the same job again, once a new head answers")
-            _until(lambda: _submitted(inside, again, made), end, clock, "a new head")
+            _until(lambda: _submitted(inside, again, made), end, "a new head")
             run = again
-        _until(lambda: _over(inside, run), end, clock, f"the end of {run}")
+        _until(lambda: _over(inside, run), end, f"the end of {run}")
     except BaseException:
         for name in (run, again):
             with contextlib.suppress(Refused):
@@ -84,14 +82,22 @@ def leg(
         raise
 
 
-def strike(inside: Inside, kind: str, folder: str, dice: random.Random, away: float, note: Say, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Does the harm, and where it is of a kind that passes, waits until it has passed. folder: the run's, as the pods name it."""
+def strike(
+    inside: Inside,
+    kind: str,
+    folder: str,
+    dice: random.Random,
+    away: float,
+    note: Say,
+    over: Callable[[], bool],
+) -> None:
+    """Does the harm, and where it takes time, waits until it is done. folder: the run's, as the pods name it; over: whether the run has ended."""
     pods = f"/api/v1/namespaces/{inside.namespace}/pods"
     if kind == HEAD:
         inside.kube.ask("DELETE", f"{pods}/{inside.head()}", query={"gracePeriodSeconds": "0"})
     elif kind == STORAGE:
         with _moved(inside, folder) if folder.startswith("/") else _cut_off(inside):
-            sleep(away)
+            time.sleep(away)
         note(f"  it is back after {away:.0f} s")
     else:
         selector = f"ray.io/cluster={inside.ray_cluster},ray.io/node-type=worker"
@@ -102,6 +108,10 @@ def strike(inside: Inside, kind: str, folder: str, dice: random.Random, away: fl
         else:
             body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": inside.namespace}}
             inside.kube.ask("POST", f"{pods}/{name}/eviction", body=body, content_type="application/json")
+            while inside.optional(f"{pods}/{name}") is not None:
+                if over():
+                    raise Refused(f"the run ended before pod {name} was gone; give it more --steps")
+                time.sleep(POLL_SECONDS)
 
 
 @contextlib.contextmanager
@@ -174,9 +184,9 @@ def _submitted(inside: Inside, run: str, made: Submission) -> bool:
     return True
 
 
-def _until(found: Callable[[], bool], end: float, clock: Callable[[], float], what: str) -> None:
+def _until(found: Callable[[], bool], end: float, what: str) -> None:
     while not found():
-        if clock() > end:
+        if time.monotonic() > end:
             raise Refused(f"{what} was not seen within {LEG_SECONDS / 60:.0f} minutes; `python -m ops explain` may say why")
         time.sleep(POLL_SECONDS)
 

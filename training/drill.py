@@ -35,8 +35,8 @@ from training.record import RUN_FILE, read_run
 from training.settings import Settings, load
 from training.storage import Place, place
 
-NOTICE_SECONDS = 20.0
-"""From a notice to the node's end: less than the two minutes of a spot notice, for a pod learns of it late."""
+NOTICE_SECONDS = 10.0
+"""From a notice to the node's end: far less than the two minutes of a spot notice, so that a short run lives to see it."""
 LEG_SECONDS = 1800.0
 POLL_SECONDS = 0.1
 # Of Ray's processes: the environment variable that tells the drill's own, the title of a training worker, the label of a node.
@@ -152,7 +152,7 @@ def _leg(settings: Settings, storage: Place, kind: str | None, at: int, seed: in
                 _until(lambda: _steps_done(folder) >= at or process.poll() is not None, end, f"step {at}")
                 if process.poll() is not None:
                     raise TrainingFailed(f"the run ended before it could be harmed: {_last(log.read_text(errors='replace'))}")
-                _strike(kind, nodes, folder, dice, away, tell)
+                _strike(kind, nodes, folder, dice, away, tell, lambda: process.poll() is not None)
             if kind != HEAD:
                 _until(lambda: process.poll() is not None, end, "the run's end")
         if kind == HEAD:
@@ -188,7 +188,7 @@ def _started(settings: Settings, file: Path, log: Path) -> Iterator[tuple[Nodes,
         raise
 
 
-def _strike(kind: str, nodes: Nodes, folder: Place, dice: random.Random, away: float, tell: Callable[[str], None]) -> None:
+def _strike(kind: str, nodes: Nodes, folder: Place, dice: random.Random, away: float, tell: Callable[[str], None], over: Callable[[], bool]) -> None:
     if kind == WORKER:
         os.kill(dice.choice(nodes.processes(title=RANK)), signal.SIGKILL)
     elif kind == NOTICE:
@@ -197,6 +197,8 @@ def _strike(kind: str, nodes: Nodes, folder: Place, dice: random.Random, away: f
         nodes.drain(node, NOTICE_SECONDS)
         nodes.add()  # where the run may go on
         time.sleep(max(0.0, end - time.monotonic()))
+        if over():
+            raise TrainingFailed(f"the run ended before the node went; give it more steps (--set steps=...) than {NOTICE_SECONDS:.0f} s hold")
         nodes.kill(node)
     elif kind == STORAGE:
         there = Path(folder.path) / "checkpoints"
@@ -240,8 +242,8 @@ def example(folder: Path, say: Callable[[str], None]) -> Settings:
     text = [str(Path(sysconfig.get_paths()["stdlib"]) / package) for package in ("asyncio", "email", "json", "logging")]
     source: dict[str, Any] = {"sources": text, "output": str(data), "tokenizer": "train:512", "sequenceLength": 128, "evalFraction": 0.05}
     prepare(schema.parse(PrepareSettings, source, "drill"), say)
-    values = {"data": str(data), "storage": str(folder / "runs"), "model": {"random": "tiny"}, "workers": 2, "steps": 120, "tokensPerStep": 2048}
-    return schema.parse(Settings, {**values, "checkpointEvery": 10, "warmupSteps": 10, "learningRate": 1e-3, "evalRows": 16}, "drill")
+    values = {"data": str(data), "storage": str(folder / "runs"), "model": {"random": "tiny"}, "workers": 2, "steps": 400, "tokensPerStep": 2048}
+    return schema.parse(Settings, {**values, "checkpointEvery": 20, "warmupSteps": 10, "learningRate": 1e-3, "evalRows": 16}, "drill")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

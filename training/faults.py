@@ -29,7 +29,7 @@ class Toll:
     """What a fault cost. Times in seconds; None: not known.
 
     at_step: steps done when it struck. steps_lost: done, and done again. seconds_lost: by how much longer than the undisturbed run it took from its first
-    logged step to its last. usd: what that costs where the run is. difference: largest relative difference of a step's loss from the undisturbed run's.
+    logged step to its end. usd: what that costs where the run is. difference: largest relative difference of a step's loss from the undisturbed run's.
     judged_again: whether the last attempt's network was judged.
     """
 
@@ -60,7 +60,7 @@ def toll(fault: str, at_step: int, struck: Record, verdict: Mapping[str, Any] | 
     document, metrics = struck
     attempts = document["attempts"]
     lost = sum(max(0, (before["endStep"] or before["startStep"]) - after["startStep"]) for before, after in itertools.pairwise(attempts))
-    mine, theirs = span(metrics), span(undisturbed[1])
+    mine, theirs = span(struck), span(undisturbed)
     seconds = None if mine is None or theirs is None else max(0.0, mine - theirs)
     return Toll(
         fault=fault,
@@ -77,10 +77,14 @@ def toll(fault: str, at_step: int, struck: Record, verdict: Mapping[str, Any] | 
     )
 
 
-def span(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds from the first logged step to the last one; None where there are not two."""
-    times = [datetime.datetime.fromisoformat(str(line["time"])) for line in metrics if "loss" in line]
-    return (times[-1] - times[0]).total_seconds() if len(times) > 1 else None
+def span(record: Record) -> float | None:
+    """Seconds from the first logged step to the run's end; None where it has none."""
+    document, metrics = record
+    first = next((line for line in metrics if "loss" in line), None)
+    if first is None or document.get("ended") is None:
+        return None
+    began, ended = (datetime.datetime.fromisoformat(str(text)) for text in (first["time"], document["ended"]))
+    return (ended - began).total_seconds()
 
 
 def difference(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> float | None:
@@ -144,8 +148,8 @@ def as_text(tolls: Sequence[Toll]) -> list[str]:
 
 
 def strike_at(steps: int, checkpoint_every: int, seed: int, fault: str) -> int:
-    """The step after which a fault strikes: by the seed, past the second checkpoint where there are as many steps, and well before the end."""
-    last = max(1, steps * 3 // 4)
+    """The step after which a fault strikes: by the seed, past the second checkpoint where there are as many steps, and in the run's first half."""
+    last = max(1, steps // 2)
     return random.Random(f"{seed}/{fault}").randint(min(2 * checkpoint_every + 1, last), last)
 
 
