@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import training
+from training import tokenizer
 from training.data import open_data
+from training.storage import place
 
 ROOT = Path(training.__file__).parents[1]
 GIB, MIB = 2**30, 2**20
@@ -52,18 +54,18 @@ sys.exit(code)
 """
 
 
-def arguments(source: Path, output: Path, tokenizer: str) -> list[str]:
-    named = {"sources": source, "output": output, "tokenizer": tokenizer, "shardTokens": 2**20}
+def arguments(source: Path, output: Path, using: str) -> list[str]:
+    named = {"sources": source, "output": output, "tokenizer": using, "shardTokens": 2**20}
     return [word for key, value in named.items() for word in ("--set", f"{key}={value}")]
 
 
 def test_three_times_the_text_takes_no_more_memory(tmp_path: Path) -> None:
-    """Pieces are of 8 MiB, so from there on nothing may grow; the whole text held once would be 32 MB more, its tokens 20."""
+    """Pieces are of 8 MiB, so from there on nothing may grow; 24 MB of text held once would be as much more, its tokens 16."""
+    tokenizer.save(tokenizer.train(lines(4, 300_000), 300), place(str(tmp_path / "tokenizer")))
     peaks = []
-    for number, size in enumerate((16_000_000, 48_000_000)):
+    for number, size in enumerate((12_000_000, 36_000_000)):
         write_jsonl(tmp_path / f"{number}.jsonl", 1, size)
-        using = "train:300" if number == 0 else str(tmp_path / "out-0" / "tokenizer")
-        command = [sys.executable, "-c", ALONE, *arguments(tmp_path / f"{number}.jsonl", tmp_path / f"out-{number}", using)]
+        command = [sys.executable, "-c", ALONE, *arguments(tmp_path / f"{number}.jsonl", tmp_path / f"out-{number}", str(tmp_path / "tokenizer"))]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.split()[-1]))
@@ -137,10 +139,11 @@ def test_five_gigabytes_are_prepared_in_two(tmp_path: Path) -> None:
                     writer.write_table(pa.table({"text": batch}, schema))
                     batch = []
             writer.write_table(pa.table({"text": batch}, schema))
+        tokenizer.save(tokenizer.train(lines(4, 5_000_000), 4096), place(str(tmp_path / "tokenizer")))
         (group / "memory.limit_in_bytes").write_text(str(2 * GIB))
         limited = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)]
         began = time.monotonic()
-        command = [*limited, sys.executable, "-m", "training.prepare", *arguments(source, output, "train:4096"), "--set", f"shardTokens={2**27}"]
+        command = [*limited, sys.executable, "-m", "training.prepare", *arguments(source, output, str(tmp_path / "tokenizer")), "--set", f"shardTokens={2**27}"]
         with (tmp_path / "log").open("w") as log:
             child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"})
             watched = Watched(child.pid)
