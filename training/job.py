@@ -118,6 +118,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines[0] += f", held-out loss {summary['evalLoss']:.4f} (perplexity {summary['perplexity']:.2f})"
     if summary.get("transport"):
         lines.append(f"  {summary['transport']}")
+    if summary.get("slowest"):
+        lines.append(f"  {summary['slowest']}")
     lines.append(f"  run      {summary['folder']}")
     if summary.get("report"):
         lines.append(f"  report   {summary['report']}")

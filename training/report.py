@@ -26,6 +26,7 @@ REPORT_FILE = "report.html"
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6fde", "#d9730d", "#2b8a5f", "#9aa3af", "#1f2733"
 # Points, and drawn at this size on a phone: the page scales the pictures up on larger screens, never far down.
 CHART_SIZE, FONT_SIZE = (5.4, 2.9), 9
+NOTABLE_RATIO = 1.2  # of training/stragglers.py, which needs torch
 LABEL_WIDTH = 0.28  # of "resumed, 16 workers", as a share of the picture
 STYLE: dict[Any, Any] = {
     "font.size": FONT_SIZE,
@@ -87,6 +88,7 @@ def render(run: Run, metrics: Lines, verdict: Mapping[str, Any] | None = None, s
         headline=headline(run, steps, evaluations),
         charts=charts(run, steps, evaluations),
         attempts=[_attempt(a) for a in run.get("attempts", [])],
+        remarks=[*_slowest(run.get("stragglers")), *(_rollback(r) for r in run.get("rollbacks") or [])],
         verdict=verdict,
         traffic=[_traffic(host) for host in (verdict or {}).get("hosts") or []],
         cost=_rows(run["cost"] if isinstance(run.get("cost"), Mapping) else {"total": run["cost"]} if run.get("cost") is not None else {}),
@@ -166,6 +168,19 @@ def _attempt(attempt: Mapping[str, Any]) -> dict[str, str]:
         "time": _duration(spent) if spent is not None else "",
         "reason": attempt["reason"] or "",
     }
+
+
+def _slowest(found: Mapping[str, Any] | None) -> list[str]:
+    if not found or found["ratio"] <= NOTABLE_RATIO:
+        return []
+    return [
+        f"The others wait for rank {found['rank']} on host {found['host']}: it takes {found['ratio']:.2f} times what the median rank takes for a step,"
+        f" {found['ownSeconds']:.3g} s against {found['medianSeconds']:.3g} s."
+    ]
+
+
+def _rollback(entry: Mapping[str, Any]) -> str:
+    return f"Step {entry['step']}, attempt {entry['attempt']}: {entry['why']}. Back to step {entry['backTo']}, and on without the rows since then."
 
 
 def _traffic(host: Mapping[str, Any]) -> list[str]:
@@ -484,6 +499,9 @@ footer { color: var(--soft); font-size: 13px; }
     </tr>
     {% endfor %}
   </table></div>
+  {% for text in remarks %}
+  <p style="margin:10px 0 0">{{ text }}</p>
+  {% endfor %}
 </section>
 {% if samples %}
 <section>
