@@ -172,7 +172,8 @@ def _gap(run: Run, what: str, begun: float, seen: str | None) -> str:
 def main() -> int:
     """Prints a line for each change."""
     from training import schema
-    from training.prepare import PrepareSettings, prepare
+    from training.prepare import prepare
+    from training.prepare_settings import PrepareSettings
     from training.record import read_run
     from training.settings import Settings
     from training.storage import place
