@@ -34,7 +34,7 @@ TOKENIZER = "tokenizer"
 SCHEMA = 1
 SPLITS = ("train", "eval")
 # Of a rank, from a store: four seconds of a fast GPU's tokens, so that a slow answer now and then is not noticed.
-_TOKENS_AHEAD, _MOST_STEPS = 2**18, 64
+_TOKENS_AHEAD, _MOST_STEPS = 2**18, 256
 _EVAL_AHEAD = 2
 
 

@@ -358,6 +358,7 @@ def _tokenised(
     )
     rules = using.backend_tokenizer.to_str()
     if launcher == "process":
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         for group in groups:
             for rows in encode(group, rules):
                 yield from rows
@@ -383,8 +384,12 @@ def _by_tasks(
         "_generator_backpressure_num_objects": _AHEAD,
         **({"resources": {settings.ray_resource: 1}} if settings.ray_resource else {}),
     }
-    # Any: a task that streams has no type in Ray's annotations.
-    task: Any = ray.remote(**options)(lambda group, rules: (yield from encode(group, rules)))
+
+    def on_one_cpu(group: Sequence[sources.Piece], rules: str) -> Iterator[list[Encoded]]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are what runs in parallel
+        yield from encode(group, rules)
+
+    task: Any = ray.remote(**options)(on_one_cpu)  # Any: a task that streams has no type in Ray's annotations
     running: deque[Any] = deque()
     todo = iter(groups)
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -130,8 +129,6 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
 
 @functools.lru_cache(maxsize=2)
 def _restored(rules: str, parse_special_tokens: bool) -> Tokenizer:
-    # One task has one CPU; the tasks are what runs in parallel.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_str(rules)
     tokenizer.no_truncation()
     tokenizer.no_padding()
