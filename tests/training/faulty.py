@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +58,11 @@ class Group:
     def until(self, part: str) -> str:
         """The next thing said that holds ``part``."""
         while True:
-            line = self.said.get(timeout=180)
+            try:
+                line = self.said.get(timeout=5)
+            except queue.Empty:
+                assert any(process.is_alive() for process in self.processes), f"nothing with {part!r} was said: {self.lines}"
+                continue
             self.lines.append(line)
             if part in line:
                 return line
