@@ -92,19 +92,26 @@ def go(world: World, run: Run) -> dict[str, Any]:
 
 
 def go_watched(world: World, run: Run, events: Connection) -> dict[str, Any]:
-    """As :func:`go`; a byte goes through ``events`` before whatever is done to a file of the run, and with every write."""
+    """As :func:`go`, with ``events`` told of all that is done to the run's files."""
+    listened(run.folder, events)
+    return go(world, run)
+
+
+def listened(folder: str, events: Connection) -> None:
+    """From now on a byte goes through ``events`` before whatever this process does to a file under ``folder``,
+    and with every 64 KiB that it writes to a checkpoint."""
     tell = events.fileno()
 
     def heard(name: str, arguments: tuple[Any, ...]) -> None:
-        if name in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and isinstance(arguments[0], str) and arguments[0].startswith(run.folder):
+        if name in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(arguments[0]).startswith(folder):
             os.write(tell, b".")
 
     sys.addaudithook(heard)
     put = dcp._Stream._put
 
     def heard_put(stream: Any, view: memoryview) -> None:
-        os.write(tell, b".")
+        if stream.at == 0 or stream.at % 65536 + len(view) >= 65536:
+            os.write(tell, b".")
         put(stream, view)
 
     dcp._Stream._put = heard_put  # type: ignore[method-assign]
-    return go(world, run)

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import uuid
 
+import fsspec.implementations.memory
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from training import record
 from training.errors import BadInput
 from training.record import StepMetrics
-from training.storage import place
+from training.storage import Place, place
 
 HERE = os.path.dirname(__file__)
 ROOT = os.path.dirname(os.path.dirname(HERE))
@@ -273,3 +274,131 @@ def test_every_metric_has_a_camel_case_name_of_its_own(tmp_path):
         "mfu", "dataWait", "stepSeconds", "exposedCommunication", "memoryGiB",
     }  # fmt: skip
     assert len(dataclasses.fields(StepMetrics)) == len(line) - 2
+
+
+def test_an_attempt_that_was_told_of_its_end_is_not_called_lost(tmp_path):
+    one = opened(tmp_path)
+    one.log(metrics(4))
+    one.expect("preempted", "the node of worker 1 is being taken away", step=4, save_seconds=0.5)
+    opened(tmp_path, start_step=4, world_size=1).close("done", 10)
+    run, _ = record.read_run(place(str(tmp_path)) / "r")
+    first, second = run["attempts"]
+    assert (first["outcome"], first["endStep"]) == ("preempted", 4)
+    assert first["reason"] == "the node of worker 1 is being taken away; the run went on with 1 worker for 2"
+    assert first["notice"] == {"outcome": "preempted", "reason": "the node of worker 1 is being taken away", "step": 4, "saveSeconds": 0.5}
+    assert (second["outcome"], second["worldSize"], second["reason"]) == ("done", 1, None)
+
+
+def test_what_a_run_that_was_stopped_on_purpose_goes_on_with_is_no_reason(tmp_path):
+    opened(tmp_path).close("stopped", 4)
+    opened(tmp_path, start_step=4, world_size=1).close("done", 10)
+    run, _ = record.read_run(place(str(tmp_path)) / "r")
+    assert [attempt["reason"] for attempt in run["attempts"]] == [None, None]
+
+
+class Refuses(fsspec.implementations.memory.MemoryFileSystem):
+    """A store in memory that can be told to refuse."""
+
+    cachable = False
+    refuses = False
+
+    def _open(self, *args, **kwargs):
+        if Refuses.refuses:
+            raise OSError("503 Slow Down")
+        return super()._open(*args, **kwargs)
+
+
+def refusing_store():
+    import pyarrow.fs as pafs
+
+    Refuses.refuses = False
+    return Place(pafs.PyFileSystem(pafs.FSSpecHandler(Refuses())), f"/{uuid.uuid4().hex}", local=False)
+
+
+@settings(max_examples=40)
+@given(away=st.lists(st.booleans(), min_size=1, max_size=14))
+def test_what_a_store_refuses_is_written_later_in_order_and_nothing_is_lost(away):
+    time, said = [0.0], []
+    storage = refusing_store()
+    one = record.open_run(storage, "r", IDENTITY, {}, clock=lambda: time[0], patience=1e9, say=said.append)
+    one.start(0, 1, ["h"])
+    for step, refused in enumerate(away, start=1):
+        Refuses.refuses = refused
+        time[0] += record.REWRITE_EVERY_SECONDS + record._LONGEST_PAUSE
+        one.log(metrics(step))
+        one.write("verdict.json", {"step": step})
+        one.note(cost=step)
+        if not refused:
+            run, lines = record.read_run(one.place)
+            assert [line["step"] for line in lines] == list(range(1, step + 1))
+            assert (run["cost"], (one.place / "verdict.json").read_json()) == (step, {"step": step})
+    Refuses.refuses = False
+    one.close("done", len(away))
+    run, lines = record.read_run(one.place)
+    assert (run["outcome"], [line["step"] for line in lines]) == ("done", list(range(1, len(away) + 1)))
+    times_away = sum(now and not before for before, now in zip([False, *away], away, strict=False))
+    assert sum("kept in memory" in text for text in said) == times_away, "said once each time it goes away"
+
+
+def test_a_store_that_refuses_longer_than_patience_ends_the_run_and_until_then_is_not_asked_at_every_line():
+    time, tries = [0.0], []
+    storage = refusing_store()
+    one = record.open_run(storage, "r", IDENTITY, {}, clock=lambda: time[0], patience=300.0)
+    one.start(0, 1, ["h"])
+    Refuses.refuses = True
+    rewrite = one._rewrite
+    one._rewrite = lambda: (tries.append(time[0]), rewrite())
+
+    def train():
+        for step in range(1, 10_000):
+            time[0] += 1.0
+            one.log(metrics(step))
+
+    with pytest.raises(record.TrainingFailed, match=r"the run's record can't be written .*503 Slow Down"):
+        train()
+    since = record.REWRITE_EVERY_SECONDS
+    assert since + 300 <= time[0] <= since + 301 + record._LONGEST_PAUSE
+    assert len(tries) < 15, "pauses between tries grow: training waits for each"
+
+
+def test_a_line_that_a_full_disk_cut_in_two_is_written_whole_once_there_is_room(tmp_path):
+    script = textwrap.dedent(
+        """
+        import resource, sys
+        sys.path.insert(0, sys.argv[2])
+        from test_record import opened, metrics
+        time, said = [0.0], []
+        one = opened(sys.argv[1], clock=lambda: time[0], patience=100.0, say=said.append)
+        one.log(metrics(1))
+        size = (one.place / "metrics.jsonl").info().size
+        # As on a full disk, a write stops in the middle of a line.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, resource.RLIM_INFINITY))
+        for step in range(2, 6):
+            one.log(metrics(step))
+        assert (one.place / "metrics.jsonl").info().size == size + size // 2
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        time[0] += 60.0
+        one.log(metrics(6))
+        one.close("done", 6)
+        print(*said, sep="\\n")
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), HERE], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in record.read_run(place(str(tmp_path)) / "r")[1]] == [1, 2, 3, 4, 5, 6]
+    assert len(done.stdout.splitlines()) == 2, done.stdout
+    assert "kept in memory" in done.stdout
+    assert "nothing of it is lost" in done.stdout
+
+
+def test_an_attempt_that_begins_earlier_than_it_was_told_drops_the_lines_beyond(tmp_path):
+    first = opened(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.log(metrics(step))
+    second = opened(tmp_path, start_step=4)
+    second.rewind(2)
+    second.log(metrics(3))
+    second.close("done", 3)
+    run, lines = record.read_run(second.place)
+    assert [(line["step"], line["attempt"]) for line in lines] == [(1, 1), (2, 1), (3, 2)]
+    assert run["attempts"][1]["startStep"] == 2
