@@ -207,6 +207,11 @@ def main() -> int:
                 print(f"{'notice seen and saved':<28}{at - drained:6.1f} s   {said}", flush=True)  # noqa: T201
                 print(_gap(run, "node drained, 2 -> 1", drained + 20, None) + " (from the deadline on)", flush=True)  # noqa: T201
                 run.ends()
+            print(flush=True)  # noqa: T201
+            for when, line in run.said:
+                if not line.startswith((BEGUN, "step ")):
+                    print(f"{when - run.said[0][0]:6.1f} s  {line}", flush=True)  # noqa: T201
+            print(flush=True)  # noqa: T201
             for attempt in read_run(place(f"{folder}/r"))[0]["attempts"]:
                 print({key: attempt[key] for key in ("number", "outcome", "worldSize", "startStep", "endStep", "reason")}, flush=True)  # noqa: T201
         finally:

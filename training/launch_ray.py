@@ -36,7 +36,7 @@ from training.world import backend, look_around
 # Ten to twenty seconds without an answer: longer than a network's hiccup, shorter than Ray's own patience.
 GUARD_SECONDS, GUARD_FAILURES = 2.0, 5
 # A notice is a drained node in Ray's tables; asking the head costs it one short query. Ray's own five seconds are a fifth of a grace time.
-ALWAYS = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2"}
+NOTICES = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2"}
 # Only room that is there already is waited for: what Ray waits in vain is part of the gap.
 ELASTIC = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
 # Between two looks for room for more workers: each growth costs a start of all of them.
@@ -143,9 +143,9 @@ def _wait_for_the_going() -> None:
 def run(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Runs to the end and returns rank 0's summary. Raises JobError."""
     elastic = settings.min_workers is not None
-    if not hasattr(ray.train, "get_preemption_info"):
+    if not _hears_of_notices():
         say(f"Ray {ray.__version__} tells its workers of no spot notice: a node that is taken away is a lost worker, and counts against maxFailures")
-    with connected(settings.workers * settings.cpus_per_worker, say), _environment({**ALWAYS, **(ELASTIC if elastic else {})}):
+    with connected(settings.workers * settings.cpus_per_worker, say), _environment(_of_ray(settings)):
         use_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
         # On the driver's own node: on a worker's it would be lost with that node, and the run with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -201,13 +201,21 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
     world = look_around(ray.train.torch.get_device())
     head = _head()
     hooks = worker.Hooks(
-        functools.partial(_put, lines), on_metrics, on_checkpoint, functools.partial(_blame, head), functools.partial(_guard, head), _notice, _saved
+        functools.partial(_put, lines),
+        on_metrics=on_metrics,
+        on_checkpoint=on_checkpoint,
+        blame=functools.partial(_blame, head),
+        guard=functools.partial(_guard, head),
+        notice=_notice,
+        saved=_saved,
     )
     try:
         return {"summary": worker.run_rank(settings, world, hooks)}
     except JobError as error:
         # Returned and not raised: what a person must mend would only fail again in Ray's restarts.
         return {"error": {"exit_code": error.exit_code, "text": str(error)}}
+    finally:
+        _Heard.saved.set()  # a growth need not wait for what is over
 
 
 class _Heard:
@@ -224,9 +232,14 @@ def _save_first(workers: int) -> bool:
     return _Heard.saved.wait(SAVE_SECONDS)
 
 
+def _hears_of_notices() -> bool:
+    """Ray has it from 2.58 on."""
+    return hasattr(ray.train, "get_preemption_info")
+
+
 def _notice() -> Notice | None:
     """A collective of all workers where Ray has word of preemptions."""
-    told = ray.train.get_preemption_info() if hasattr(ray.train, "get_preemption_info") else None
+    told = ray.train.get_preemption_info() if _hears_of_notices() else None
     if told is None:
         return _Heard.growth
     ranks = ", ".join(map(str, told.preempted_ranks))
@@ -287,6 +300,12 @@ def _listens(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+def _of_ray(settings: Settings) -> dict[str, str]:
+    """What Ray Train reads from the environment, where it has no argument for it. Without a limit a rank that hangs would leave the others waiting."""
+    always = {**NOTICES, "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(settings.collective_timeout)}
+    return {**always, **ELASTIC} if settings.min_workers is not None else always
 
 
 @contextlib.contextmanager

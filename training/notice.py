@@ -73,6 +73,7 @@ class Watch:
         _, clock, self.step_seconds, steps = said[0]
         self._next = done + (1 if notice is not None else steps)
         if notice is None:
+            self._answered = None
             return None
         if self._answered is None or notice.outcome != self._answered.outcome:
             self._answered, self._last_due = notice, None

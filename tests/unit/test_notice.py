@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training import notice
@@ -63,7 +63,8 @@ class Simulation:
         self.start, self.deadline = start, deadline
 
 
-@given(step=st.floats(0.01, 60), question=st.floats(0.0005, 0.008))
+@settings(max_examples=40, deadline=None)
+@given(step=st.floats(0.1, 60), question=st.floats(0.0005, 0.008))
 def test_asking_costs_less_than_a_thousandth_whatever_a_step_takes(step: float, question: float) -> None:
     run = Simulation(step, question, 1.0)
     between = [after - before for before, after in zip(run.asked, run.asked[1:], strict=False)][2:]  # the first two find out what a step takes
@@ -71,14 +72,16 @@ def test_asking_costs_less_than_a_thousandth_whatever_a_step_takes(step: float, 
     assert not run.saves, "nobody told it anything"
 
 
-@given(step=st.floats(0.01, 12), question=st.floats(0.0005, 0.05), save=st.floats(0.01, 1.0), told_at=st.floats(30, 90), grace=st.floats(25, 120))
+@settings(max_examples=40, deadline=None)
+@given(step=st.floats(0.1, 12), question=st.floats(0.0005, 0.05), save=st.floats(0.01, 1.0), told_at=st.floats(30, 90), grace=st.floats(25, 120))
 def test_a_notice_is_answered_well_within_the_shortest_grace_time(step: float, question: float, save: float, told_at: float, grace: float) -> None:
     run = Simulation(step, question, save, told_at, grace)
     begun, _ = run.saves[0]
     assert begun - (run.start + told_at) <= notice.MOST_SECONDS + 2 * step + 2 * question, "seen too late"
 
 
-@given(step=st.floats(0.01, 5), save=st.floats(0.01, 5), grace=st.floats(25, 120))
+@settings(max_examples=40, deadline=None)
+@given(step=st.floats(0.1, 5), save=st.floats(0.01, 5), grace=st.floats(25, 120))
 def test_the_last_checkpoint_is_near_the_deadline_and_complete_before_it(step: float, save: float, grace: float) -> None:
     run = Simulation(step, 0.004, save, 50.0, grace)
     assert 1 <= len(run.saves) <= 2, run.saves
@@ -93,6 +96,17 @@ def test_a_growth_has_no_deadline_and_is_answered_once() -> None:
     watch = Watch(Alone(), lambda: wanted, 0)  # type: ignore[arg-type]
     found = [watch.look(done) for done in range(1, 4)]
     assert found == [wanted, None, None]
+
+
+def test_a_growth_that_did_not_come_is_answered_again_when_it_is_wanted_again() -> None:
+    wanted: list[Notice | None] = [Notice("resized", "there is room"), None, Notice("resized", "there is room")]
+    watch = Watch(Alone(), lambda: wanted[0], 0)  # type: ignore[arg-type]
+    found = []
+    for _ in range(3):
+        watch._next = 0  # now, and not when the interval is over
+        found.append(watch.look(1))
+        wanted.pop(0)
+    assert [notice is not None for notice in found] == [True, False, True]
 
 
 TOLD = """
