@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import stat
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 from tests.training.faulty import group, values
+from tests.training.test_job import train_workers
+from training import job, schema
 from training.errors import EXIT_TRAINING_FAILED
 from training.record import read_run
+from training.settings import Settings
 from training.storage import place
 from training.world import World
 
@@ -27,7 +31,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stopped", [1, 0], ids=["a rank", "the rank that holds the store and the record"])
 def test_a_stopped_rank_is_named_by_the_others_which_leave_their_stacks_and_end(data: Path, tmp_path: Path, stopped: int) -> None:
-    settings = values(data, tmp_path, steps=100000, checkpointEvery=100000, logEvery=50, hangFloor=5)
+    settings = values(data, tmp_path, steps=100000, checkpointEvery=100000, logEvery=50, hangFloor=8)
     with group(2, settings) as run:
         run.until("step     50/")
         os.kill(run.pids[stopped], signal.SIGSTOP)
@@ -58,7 +62,7 @@ def _never_reads_step_8(world: World) -> None:
 
 
 def test_a_rank_that_gets_no_data_is_told_apart_from_those_that_wait_for_it(data: Path, tmp_path: Path) -> None:
-    with group(2, values(data, tmp_path, hangFloor=5), _never_reads_step_8) as run:
+    with group(2, values(data, tmp_path, hangFloor=8), _never_reads_step_8) as run:
         told = run.until("is late")
         assert [run.ended(0), run.ended(1)] == [EXIT_TRAINING_FAILED] * 2
     assert told.startswith(f"rank 1 on host {HOST} is late: it is waiting for data at step 8, while the others wait in step 8"), told
@@ -74,20 +78,43 @@ def _slow_evaluation_and_record(world: World) -> None:
     evaluate, log = loop.evaluate, RunRecord.log
 
     def slow_evaluation(*arguments: Any) -> float:
-        threading.Event().wait(9)
+        threading.Event().wait(20)
         return evaluate(*arguments)
 
     def slow_log(self: RunRecord, line: Any) -> None:
         if line.step == 9:
-            threading.Event().wait(9)  # on rank 0 alone: the others wait for it in a collective
+            threading.Event().wait(20)  # on rank 0 alone: the others wait for it in a collective
         log(self, line)
 
     loop.evaluate, RunRecord.log = slow_evaluation, slow_log  # type: ignore[assignment, method-assign]
 
 
 def test_an_evaluation_or_a_slow_record_is_no_hang_however_long_it_takes(data: Path, tmp_path: Path) -> None:
-    settings = values(data, tmp_path, steps=12, evalRows=8, evalEvery=6, hangFloor=4, hangFactor=1)
+    settings = values(data, tmp_path, steps=12, evalRows=8, hangFloor=8, hangFactor=0.001)
     with group(2, settings, _slow_evaluation_and_record) as run:
         assert [run.ended(0), run.ended(1)] == [0, 0], "the others must wait for it"
     assert record(tmp_path)["outcome"] == "done"
     assert not (tmp_path / "r" / "hang").exists()
+
+
+def test_under_ray_a_group_with_a_stopped_worker_is_started_again_from_the_last_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = f"marker-{tmp_path}"
+    monkeypatch.setenv("HANG_TEST", marker)
+    said: list[str] = []
+    stopped: list[int] = []
+
+    def listen(text: str) -> None:
+        said.append(text)
+        if text.strip().startswith("step 12/") and not stopped:
+            worker = train_workers(marker)[-1]
+            stopped.append(os.pidfd_open(worker))
+            os.kill(worker, signal.SIGSTOP)
+
+    summary = job.run(schema.parse(Settings, values(data, tmp_path, workers=2, maxFailures=1, hangFloor=8)), "ray", listen)
+    assert (summary["step"], summary["resumedFrom"]) == (20, 10)
+    told = next(line for line in said if "is late" in line)
+    first, second = record(tmp_path)["attempts"]
+    assert (first["outcome"], first["reason"]) == ("failed", told)
+    assert (second["outcome"], second["startStep"]) == ("done", 10)
+    assert select.select(stopped, [], [], 60)[0] == stopped, "the stopped worker must not be left behind"
+    os.close(stopped[0])

@@ -25,7 +25,7 @@ def test_a_rank_that_is_held_up_again_and_again_is_the_slowest_in_the_record(dat
             os.kill(pid, signal.SIGCONT)
             over.wait(0.1)
 
-    with group(2, values(data, tmp_path, steps=40, checkpointEvery=40, logEvery=5)) as run:
+    with group(2, values(data, tmp_path, steps=40, checkpointEvery=40, logEvery=5, tokensPerStep=32 * 128, microBatch=64)) as run:
         run.until("micro-batches of")
         thread = threading.Thread(target=hold_up, args=(run.pids[1],))
         thread.start()
