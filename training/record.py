@@ -218,7 +218,7 @@ class RunRecord:
                 attempt |= {
                     "outcome": notice["outcome"],
                     "ended": of_it[-1]["time"] if of_it else attempt["started"],
-                    "endStep": of_it[-1]["step"] if of_it else attempt["startStep"],
+                    "endStep": max(of_it[-1]["step"] if of_it else attempt["startStep"], notice.get("step", 0)),
                     "reason": notice["reason"],
                 }
             if attempt is self._document["attempts"][-1] and attempt["worldSize"] != world_size and attempt["outcome"] not in ("done", "stopped"):

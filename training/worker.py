@@ -239,10 +239,11 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             checkpoints.save(done, net, optimizer, facts)
 
         def heed(done: int, is_saved: bool) -> None:
-            nonlocal expected
+            nonlocal expected, step_done
             told = watch.look(done)
             if told is None:
                 return
+            step_done = done
             hang.pausing("a last checkpoint")
             began, expected = time.monotonic(), told
             facts = {"deadline": None if told.deadline is None else f"{datetime.datetime.fromtimestamp(told.deadline, datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"}

@@ -279,13 +279,13 @@ def test_every_metric_has_a_camel_case_name_of_its_own(tmp_path):
 def test_an_attempt_that_was_told_of_its_end_is_not_called_lost(tmp_path):
     one = opened(tmp_path)
     one.log(metrics(4))
-    one.expect("preempted", "the node of worker 1 is being taken away", step=4, save_seconds=0.5)
-    opened(tmp_path, start_step=4, world_size=1).close("done", 10)
+    one.expect("preempted", "the node of worker 1 is being taken away", step=6, save_seconds=0.5)
+    opened(tmp_path, start_step=6, world_size=1).close("done", 10)
     run, _ = record.read_run(place(str(tmp_path)) / "r")
     first, second = run["attempts"]
-    assert (first["outcome"], first["endStep"]) == ("preempted", 4)
+    assert (first["outcome"], first["endStep"]) == ("preempted", 6), "it got as far as its checkpoint, though no line was due"
     assert first["reason"] == "the node of worker 1 is being taken away; the run went on with 1 worker for 2"
-    assert first["notice"] == {"outcome": "preempted", "reason": "the node of worker 1 is being taken away", "step": 4, "saveSeconds": 0.5}
+    assert first["notice"] == {"outcome": "preempted", "reason": "the node of worker 1 is being taken away", "step": 6, "saveSeconds": 0.5}
     assert (second["outcome"], second["worldSize"], second["reason"]) == ("done", 1, None)
 
 
