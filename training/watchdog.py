@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -101,8 +102,8 @@ def sentence(seen: Mapping[int, Seen], silent: Sequence[int], seconds: float, st
     one, first = len(late) == 1, seen[late[0]]
     if not silent:
         where = f"{'it is' if one else 'they are'} {first.doing} at step {first.done + 1}"
-    elif first.doing == OVER:
-        where = f"{'it has' if one else 'they have'} left the training after step {first.done}"
+    elif first.doing.startswith(OVER):
+        where = f"{'it has' if one else 'they have'} left the training after step {first.done}{first.doing.removeprefix(OVER)}"
     else:
         where = f"{'it has' if one else 'they have'} not answered since step {first.done} (stopped, or the host is lost)"
     rest = f", while the others wait in step {waiting}" if others else ""
@@ -132,14 +133,14 @@ class Idle:
         finally:
             self.pausing(before)
 
-    def close(self) -> None:
-        """Ends the watch."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the watch; because of ``error``, if it is given."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(error)
 
 
 class Watchdog(Idle):
@@ -190,12 +191,12 @@ class Watchdog(Idle):
         self.paused, self._at = what, time.monotonic()
         self._began = self._at if self._began is not None else None
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Ends the watch, and returns. Where the process is being ended already, it waits for that: the error that brings the main thread here is
         only that other ranks have ended."""
         with self._lock:
             if not self._ending.is_set():
-                self.doing = OVER
+                self.doing = f"{OVER} ({type(error).__name__}: {error})" if error else OVER
                 self._over.set()
                 return
         time.sleep(2 * STACKS_PATIENCE + 2 * TELLING_PATIENCE)
@@ -355,7 +356,7 @@ def _collectives() -> int:
 
 
 def _flight_record(device_type: str) -> bytes:
-    """PyTorch's record of the last collectives, pickled as ``torch.distributed.flight_recorder.fr_trace`` reads it."""
+    """PyTorch's record of the last collectives, pickled; that of NCCL is what ``torch.distributed.flight_recorder.fr_trace`` reads."""
     backend: Any = torch._C._distributed_c10d
     record: bytes = backend._dump_nccl_trace() if device_type == "cuda" else backend._dump_fr_trace()
     return record

@@ -15,7 +15,7 @@ import pytest
 
 from tests.training.faulty import group, values
 from tests.training.test_job import train_workers
-from training import job, schema
+from training import job, schema, watchdog
 from training.errors import EXIT_TRAINING_FAILED
 from training.record import read_run
 from training.settings import Settings
@@ -45,6 +45,8 @@ def test_a_stopped_rank_is_named_by_the_others_which_leave_their_stacks_and_end(
     assert "run_rank" in stacks.read_text(), "where the main thread waits must be seen"
     assert stat.S_IMODE(stacks.stat().st_mode) == 0o600, "stacks are for the owner only"
     assert (stacks.parent / f"collectives-{1 - stopped}").stat().st_size > 0
+    if watchdog._py_spy(os.getpid()):
+        assert "run_rank" in (stacks.parent / f"rank-{stopped}.txt").read_text(), "a neighbour must read the stacks of the one that can't write them"
 
 
 def _never_reads_step_8(world: World) -> None:
@@ -54,7 +56,7 @@ def _never_reads_step_8(world: World) -> None:
 
     def read(self: Batches) -> Any:
         step = following(self)
-        if step.index == 7 and world.rank == 1:
+        if step.index == 7 and world.rank == world.size - 1:
             threading.Event().wait()
         return step
 
@@ -68,6 +70,14 @@ def test_a_rank_that_gets_no_data_is_told_apart_from_those_that_wait_for_it(data
     assert told.startswith(f"rank 1 on host {HOST} is late: it is waiting for data at step 8, while the others wait in step 8"), told
     for rank in (0, 1):
         assert (tmp_path / "r" / "hang" / "attempt-1" / f"rank-{rank}.txt").exists()
+    assert record(tmp_path)["attempts"][0]["reason"] == told
+
+
+def test_a_run_of_one_process_that_gets_no_data_ends_too(data: Path, tmp_path: Path) -> None:
+    with group(1, values(data, tmp_path, hangFloor=8), _never_reads_step_8) as run:
+        told = run.until("hangs")
+        assert run.ended(0) == EXIT_TRAINING_FAILED
+    assert told.startswith("the run hangs: it is waiting for data at step 8"), told
     assert record(tmp_path)["attempts"][0]["reason"] == told
 
 

@@ -1,11 +1,14 @@
 """When a step takes too long, and who is said to be late. What hangs really is in tests/training."""
 
 import dataclasses
+import os
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from training import watchdog
 from training.watchdog import DATA, OVER, STEP, Seen, hangs, limit, sentence, silent_ranks
 
 HERE = Seen("h", 1, 41, STEP, True, 7, 100)
@@ -50,7 +53,8 @@ def test_where_none_is_behind_nobody_is_blamed():
 
 
 def test_a_rank_that_has_left_is_told_apart_from_a_stopped_one():
-    assert "it has left the training after step 41" in sentence(ranks(HERE, dataclasses.replace(HERE, doing=OVER)), [1], 60, "there")
+    left = dataclasses.replace(HERE, doing=f"{OVER} (BadInput: a shard is damaged)")
+    assert "it has left the training after step 41 (BadInput: a shard is damaged), while" in sentence(ranks(HERE, left), [1], 60, "there")
 
 
 @given(st.dictionaries(st.integers(0, 7), st.tuples(st.integers(0, 3), st.booleans()), min_size=1))
@@ -71,3 +75,11 @@ def test_the_sentence_blames_no_rank_that_is_as_far_as_all(states, data):
     if not silent and len(set(states)) > 1:
         assert f"rank {states.index(min(states))} on host" in told
         assert f"rank {states.index(max(states))} on host" not in told
+
+
+def test_without_py_spy_python_writes_the_stacks_itself(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    stacks = watchdog._stacks(os.getpid()).decode()
+    assert "most recent call first" in stacks
+    assert "test_without_py_spy" in stacks
