@@ -72,6 +72,7 @@ def test_a_mistake_names_the_key_the_value_and_the_way_out(key: str, value: Any,
 
 def test_combinations_that_can_not_be_are_refused() -> None:
     assert "beyond steps = 10" in message(steps=10, stopAfter=11)
+    assert "minWorkers = 3 is more than workers = 2; lower it, or raise workers" in message(workers=2, minWorkers=3)
     assert "longer than the run" in message(steps=10, warmupSteps=11)
     text = message(tokensPerStep=1000, sequenceLength=300)
     assert "not a multiple" in text
