@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 
 from tests.training.pretended import S3_ENVIRONMENT, Run, fill, go, prepare, values
 from tests.training.proxy import EXPIRED, SLOW_DOWN, Credentials, Fault, Proxy, Request, moto
-from tests.training.ranks import collect, run_ranks, start_ranks
-from tests.training.test_job import ROOT
+from tests.training.ranks import collect, free_port, run_ranks, start_ranks
+from tests.training.test_job import ROOT, settings, start
 from tests.training.tiny import Case, build
-from training import checkpoint, dcp
+from training import checkpoint, dcp, record, schema, storage
+from training.record import read_run
 from training.storage import place
 from training.world import World
 
@@ -37,10 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         fs = pafs.S3FileSystem(access_key="test", secret_key="test", endpoint_override=address, scheme="http", region="us-west-2", allow_bucket_creation=True)
         fs.create_dir("bucket")
         yield address
-
-
-def markers(proxy: Proxy) -> list[str]:
-    return sorted({r.path.split("?")[0] for r in proxy.requests if r.path.split("?")[0].endswith("complete.json") and r.method in ("PUT", "POST")})
 
 
 # Storage that is away for a while
@@ -62,6 +59,35 @@ def test_a_store_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(serv
         assert any("could not be written" in text and "training goes on" in text for text in result["said"]), result["said"]
         assert any("storage takes checkpoints again" in text for text in result["said"]), result["said"]
     assert results[0]["begun"] == results[1]["begun"], "what is tried again, and when, must be one decision"
+
+
+def test_the_job_goes_on_while_its_bucket_refuses_everything(data: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    for module, name in ((storage, "FIRST_PAUSE"), (checkpoint, "FIRST_PAUSE"), (record, "_FIRST_PAUSE")):
+        monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(storage, "PATIENT", (1.0, 3.0, 1))
+    monkeypatch.setattr(storage, "HASTY", (1.0, 3.0, 1))
+    began: list[int] = []
+
+    def fault(request: Request) -> Fault | None:
+        if "step-00000003.1/complete.json" in request.path and request.method == "PUT":
+            began.append(request.number)
+        return Fault(refusal=SLOW_DOWN) if began and began[0] < request.number <= began[0] + 12 else None
+
+    said: list[str] = []
+    with Proxy(server, fault) as proxy:
+        uri = proxy.uri(f"bucket/{tmp_path.name}")
+        summary = start(data, Path("unused"), "process", said.append, storage=uri, steps=20, export=False, evalRows=0)
+        run, lines = read_run(place(uri) / "r")
+        found = checkpoint.find(place(uri) / "r" / "checkpoints")
+    assert began
+    assert summary["step"] == 20
+    assert (run["outcome"], len(run["attempts"])) == ("done", 1), "no restart was needed"
+    assert [line["step"] for line in lines] == list(range(1, 21)), "every line is there, once and in order"
+    assert [(c.step, c.torn) for c in found] == [(20, None), (18, None)]
+    assert any("could not be written" in text for text in said), said
+    assert any("storage takes checkpoints again" in text for text in said), said
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -401,10 +427,6 @@ def _all(root: Path) -> dict[str, bytes]:
 def test_a_folder_that_is_not_the_same_on_all_hosts_is_refused_before_the_first_step(data: Path, tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("two hosts are played by mount namespaces, which can't be made here (unshare -m)")
-    from tests.training.ranks import free_port
-    from tests.training.test_job import settings
-    from training import schema
-
     config = tmp_path / "job.yaml"
     config.write_text(json.dumps(schema.as_mapping(settings(data, tmp_path / "runs", workers=2))))
     (tmp_path / "runs").mkdir()
