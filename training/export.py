@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from training.errors import TrainingFailed
-from training.storage import Place
+from training.storage import Place, patiently
 from training.world import World
 
 
@@ -31,12 +32,15 @@ def export(
     eos_token_id: int,
     generation: GenerationConfig | None = None,
     shard_bytes: int = 4 * 2**30,
+    patience: float = 0.0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Writes ``target`` (a run's ``model/``) so that ``from_pretrained`` loads it. A collective; rank 0 writes.
 
     Weights are gathered one tensor at a time and written once ``shard_bytes`` of them are together: no host holds the model a
     second time. A weight that is tied is written once, under the name that transformers looks for. What was at ``target``
-    is replaced only when the new one is whole. Raises TrainingFailed on all ranks when it can't be written.
+    is replaced only when the new one is whole (in an object store: file by file, after it is whole here), and a store that refuses it is asked
+    again for ``patience`` seconds. Raises TrainingFailed on all ranks when it can't be written.
     """
     parameters = dict(model.named_parameters())  # a tied weight comes once, under its first name
     shapes = {name: torch.empty(p.shape, dtype=torch.bfloat16, device="meta") for name, p in parameters.items()}
@@ -62,7 +66,11 @@ def export(
                 index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
                 (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
             _write_configuration(model, tokenizer, folder, eos_token_id, generation)
-            _put(folder, target)
+            put = functools.partial(_put, folder, target)
+            if target.local:
+                put()
+            else:
+                patiently(put, patience, say, f"the model's copy to {target}")
 
         world.on_main(lambda: _explain(finish, target))
 
