@@ -354,7 +354,16 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
         step_done = max(start_step, job.last_step)
         if settings.export:
             generation = world.on_main(lambda: model.load_generation_config(settings.model))
-            export(net, job.data.tokenizer_folder, job.folder / "model", world, eos_token_id=job.data.manifest.eos_token_id, generation=generation)
+            export(
+                net,
+                job.data.tokenizer_folder,
+                job.folder / "model",
+                world,
+                eos_token_id=job.data.manifest.eos_token_id,
+                generation=generation,
+                patience=settings.storage_patience,
+                say=say,
+            )
     except Exception as raised:
         error = network.explain(raised)
         if record is not None:
