@@ -12,7 +12,8 @@ from pathlib import Path
 
 from training import job, schema
 from training.errors import EXIT_DONE, JobError
-from training.prepare import PrepareSettings, prepare
+from training.prepare import prepare
+from training.prepare_settings import PrepareSettings
 from training.settings import Settings
 from training.storage import place
 
