@@ -30,7 +30,7 @@ from training.flops import ModelShape, mfu
 from training.notice import Notice, Watch
 from training.record import RunRecord, StepMetrics, fail_for, now, open_run, refuse_another
 from training.settings import Settings, identity, not_divisible, run_name
-from training.storage import Place, place, redacted
+from training.storage import Place, patiently, place, redacted
 from training.transport import gate
 from training.transport.verdict import Expectation, ExpectedBytes, Verdict
 from training.world import World
@@ -68,6 +68,8 @@ class Checked:
     run: str
     folder: Place
     identity: Mapping[str, Any]
+    resumes: bool = False
+    """Whether the folder holds this run already."""
 
     @property
     def last_step(self) -> int:
@@ -96,10 +98,31 @@ def check(settings: Settings) -> Checked:
     run = run_name(settings, data.manifest.hash)
     deciding = identity(settings, data.manifest.hash)
     try:
-        refuse_another(storage / run, deciding)
+        before = refuse_another(storage / run, deciding)
     except OSError as error:
         raise BadInput(f"storage = {settings.storage}: can't be read ({error}); give a folder or bucket that you may write to") from error
-    return Checked(settings, data, config, run, storage / run, deciding)
+    return Checked(settings, data, config, run, storage / run, deciding, resumes=before is not None)
+
+
+def _check_again(settings: Settings, say: Callable[[str], None]) -> Checked:
+    """As :func:`check`, which has passed before any worker was started: what can't be read now is asked for again, for ``storage_patience`` seconds."""
+    refusal: BadInput | None = None
+
+    def attempt() -> Checked:
+        nonlocal refusal
+        try:
+            return check(settings)
+        except BadInput as error:
+            refusal = error
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, (PermissionError, NotADirectoryError)):
+                raise error.__cause__ from None
+            raise
+
+    try:
+        return patiently(attempt, settings.storage_patience, say, "data and storage")
+    except OSError:
+        assert refusal is not None
+        raise refusal from None
 
 
 def check_tokenizer(job: Checked) -> None:
@@ -124,11 +147,11 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     A collective: every rank calls it with the same settings. Raises JobError on all ranks alike, or anything else on one.
     """
     say = hooks.say if world.is_main else _silent
-    job = world.together(lambda: check(settings))
+    job = world.together(lambda: _check_again(settings, say))
     pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
     choice = world.broadcast(world.on_main(lambda: _choose(job, world, pieces, say)))
     assert choice is not None
-    _share_storage(job, world)
+    _share_storage(job, world, say)
 
     net = model.build_empty(job.config)
     products = parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
@@ -366,6 +389,9 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             )
     except Exception as raised:
         error = network.explain(raised)
+        if isinstance(raised, JobError):  # on all ranks alike: the last good checkpoint may still be on its way
+            with contextlib.suppress(TrainingFailed):
+                checkpoints.wait()
         if record is not None:
             reason = f"{error}" if isinstance(error, JobError) else f"{type(error).__name__}: {error}"
             blamed = None if isinstance(error, JobError) else hooks.blame()
@@ -530,13 +556,15 @@ def _choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], Non
     return choice
 
 
-def _share_storage(job: Checked, world: World) -> None:
+def _share_storage(job: Checked, world: World, say: Callable[[str], None]) -> None:
     """Proves before the first step that all hosts see the same storage. Raises BadInput on all ranks where they don't."""
     probe = job.folder / f".probe-{world.broadcast(time.time_ns())}"
+    # A run that has written there before may do so; a new one's mistake is told at once.
+    patience = job.settings.storage_patience if job.resumes else 0.0
 
     def write() -> None:
         try:
-            probe.write_bytes(b"shared")
+            patiently(lambda: probe.write_bytes(b"shared"), patience, say, f"storage = {redacted(job.settings.storage)}")
         except OSError as error:
             raise BadInput(f"storage = {job.settings.storage}: can't be written to ({error}); give a folder or bucket that you may write to") from error
 
