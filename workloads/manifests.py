@@ -248,11 +248,13 @@ def _preparing(cluster: Cluster, pods: Workers) -> dict[str, Any]:
         "containers": [container],
         "volumes": volumes,
     }
-    cpus = max(1, math.ceil(pods.cpu))
+    cpus = str(max(1, math.ceil(pods.cpu)))
+    # The operator refuses a group that says resources in both places (validateRayGroupResources), and writes them into its start parameters, which
+    # must be there for that.
     return {
         "groupName": "preparing",
-        "rayStartParams": {"num-cpus": str(cpus), "num-gpus": "0"},
-        "resources": {PREPARE_RESOURCE: str(cpus)},
+        "rayStartParams": {"block": "true"},
+        "resources": {"CPU": cpus, PREPARE_RESOURCE: cpus},
         "template": {"spec": spec},
     }
 

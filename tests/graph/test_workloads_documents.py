@@ -532,6 +532,8 @@ def test_nothing_that_prepares_can_make_a_gpu_node_start():
     workers, preparing = manifests.ray_cluster(cluster(workers=manifests.whole_node(48, 181.4, 4, 1, (0, 4)), preparing=pods))["workerGroupSpecs"]
     assert made["rayResource"] in preparing["resources"]
     assert "resources" not in workers
+    assert not {"num-cpus", "num-gpus", "memory", "resources"} & set(preparing["rayStartParams"]), "KubeRay refuses resources in two places"
+    assert preparing["rayStartParams"], "KubeRay writes the resources into it"
     assert (preparing["minReplicas"], preparing["maxReplicas"], "replicas" in preparing) == (0, 2, False), "none at rest, one a system node"
     spec = preparing["template"]["spec"]
     assert spec["nodeSelector"] == {config.ROLE_LABEL: "system"}
