@@ -37,9 +37,9 @@ RECENT_STEPS = 50
 BETWEEN_LOOKS = 1.0
 READ_EVERY = 30
 # Looks in which a rank that lives must have been heard of anew.
-SILENT_LOOKS = 4
+SILENT_LOOKS = 6
 # A store that answers nothing for so long is stopped, and with it the rank that holds it. In seconds, as are the next two.
-STORE_PATIENCE = 5.0
+STORE_PATIENCE = 15.0
 STACKS_PATIENCE = 20.0
 TELLING_PATIENCE = 60.0
 DATA, STEP, BETWEEN, OVER = "waiting for data", "computing", "between two steps", "at its end"
@@ -204,7 +204,7 @@ class Watchdog(Idle):
     # ---- the thread that judges
 
     def _judge(self) -> None:
-        before: tuple[float, dict[int, Seen]] | None = None
+        before: dict[int, Seen] | None = None
         while not self._over.wait(self.look):
             self._count()
             now = time.monotonic()
@@ -218,13 +218,13 @@ class Watchdog(Idle):
                 self._end([])
             elif now - max(self._heard, self._late_since) > STORE_PATIENCE:
                 self._end([0] if self.world.rank else [])  # who holds the store
-            elif before is None:
-                before = now, dict(self._table)
-            elif now - before[0] > SILENT_LOOKS * self.look and len(self._table) == len(before[1]) == self.world.size:
-                after = dict(self._table)
-                if hangs(before[1], after):
-                    self._raise = json.dumps({"silent": silent_ranks(before[1], after)})
-                before = now, after
+            elif len(self._table) == self.world.size:
+                after = self._table
+                # By its own beats a rank knows how old what it has read is; where the store is slow, nobody is silent for that.
+                if before is None or after[self.world.rank].beat - before[self.world.rank].beat >= SILENT_LOOKS:
+                    if before is not None and hangs(before, after):
+                        self._raise = json.dumps({"silent": silent_ranks(before, after)})
+                    before = after
 
     def _count(self) -> None:
         """Notes what the GPU has finished meanwhile."""
@@ -298,7 +298,7 @@ class Watchdog(Idle):
                 self._await(STACKS_PATIENCE + TELLING_PATIENCE, lambda: self._table[speaker].told)
                 return
             self._await(STACKS_PATIENCE, lambda: all(self._table[rank].stacks for rank in loud if rank != speaker))
-            self._table[speaker] = self._self()
+            self._table = {**self._table, speaker: self._self()}
             text = sentence(self._table, silent, seconds, str(self.folder))
             _within(TELLING_PATIENCE, lambda: self.tell(text, self._done))
             self._told = True
@@ -363,7 +363,7 @@ def _flight_record(device_type: str) -> bytes:
 
 
 def _stacks(pid: int) -> bytes:
-    """The stacks of all threads of this process: py-spy's (with native names and line numbers) if it may, else Python's own."""
+    """The stacks of all threads of this process: py-spy's if it may, else Python's own."""
     found = _py_spy(pid)
     if found:
         return found

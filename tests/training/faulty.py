@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -37,35 +37,34 @@ def values(data: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def rank(world: World, settings: dict[str, Any], said: Any, prepare: Callable[[World], None] | None) -> dict[str, Any]:
-    """One rank's run. ``said`` gets (rank, process id) first, then what is told a person."""
-    said.put((world.rank, os.getpid()))
+    """One rank's run. Its queue in ``said`` gets its process id first, then what it tells a person."""
+    said[world.rank].put(os.getpid())
     if prepare is not None:
         prepare(world)
-    return worker.run_rank(schema.parse(Settings, settings), world, worker.Hooks(said.put))
+    return worker.run_rank(schema.parse(Settings, settings), world, worker.Hooks(said[world.rank].put))
 
 
 class Group:
     """Ranks that run; ``pids`` by rank."""
 
     def __init__(self, size: int, settings: dict[str, Any], prepare: Callable[[World], None] | None = None) -> None:
-        self.said = ranks._context.Queue()
+        # One each, without a thread: a stopped rank may hold a lock, and one that ends at once would take with it what is not written yet.
+        self.said = [ranks._context.SimpleQueue() for _ in range(size)]
         self.lines: list[str] = []
         self.processes, self.answers = ranks.start_ranks(size, rank, settings, self.said, prepare)
-        self.pids = {process.pid: process for process in self.processes}
-        told = [self.said.get(timeout=120) for _ in range(size)]
-        self.pids = dict(told)
+        assert all(queue._reader.poll(120) for queue in self.said), "every rank must start"  # type: ignore[attr-defined]
+        self.pids = [queue.get() for queue in self.said]
 
     def until(self, part: str) -> str:
         """The next thing said that holds ``part``."""
+        readers = {queue._reader: queue for queue in self.said}
         while True:
-            try:
-                line = self.said.get(timeout=5)
-            except queue.Empty:
-                assert any(process.is_alive() for process in self.processes), f"nothing with {part!r} was said: {self.lines}"
-                continue
-            self.lines.append(line)
-            if part in line:
-                return line
+            for ready in wait(list(readers), timeout=5):
+                line = readers[ready].get()  # type: ignore[index]
+                self.lines.append(line)
+                if part in line:
+                    return line
+            assert any(process.is_alive() for process in self.processes), f"nothing with {part!r} was said: {self.lines}"
 
     def ended(self, rank: int) -> int:
         """The exit code of a rank's process, once it has ended."""
