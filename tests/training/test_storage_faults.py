@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 import re
@@ -26,7 +27,8 @@ from tests.training.proxy import EXPIRED, SLOW_DOWN, Credentials, Fault, Proxy, 
 from tests.training.ranks import collect, free_port, run_ranks, start_ranks
 from tests.training.test_job import ROOT, settings, start
 from tests.training.tiny import Case, build
-from training import checkpoint, dcp, record, schema, storage
+from training import checkpoint, dcp, record, schema, storage, worker
+from training.errors import BadInput
 from training.record import read_run
 from training.storage import place
 from training.world import World
@@ -88,6 +90,28 @@ def test_the_job_goes_on_while_its_bucket_refuses_everything(data: Path, server:
     assert [(c.step, c.torn) for c in found] == [(20, None), (18, None)]
     assert any("could not be written" in text for text in said), said
     assert any("storage takes checkpoints again" in text for text in said), said
+
+
+def test_a_restart_waits_for_a_store_that_is_away_and_a_first_start_does_not(data: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(storage, "PATIENT", (1.0, 3.0, 1))
+    said: list[str] = []
+    with Proxy(server) as proxy:
+        job = settings(data, Path("unused"), storage=proxy.uri(f"bucket/{tmp_path.name}"))
+        (place(job.storage) / "r").make_folder()
+        worker.check(job)
+        proxy.fault = lambda request: Fault(refusal=SLOW_DOWN) if len(said) < 2 else None
+        assert worker._check_again(job, said.append).run == "r"
+        proxy.fault = lambda request: Fault(refusal=SLOW_DOWN)
+        with pytest.raises(BadInput, match="can't be read"):
+            worker.check(job)
+        with pytest.raises(BadInput, match="can't be read"):
+            worker._check_again(dataclasses.replace(job, storage_patience=0), said.append)
+    assert len(said) == 2
+    assert "storage does not answer" in said[0]
+    assert "is asked again for" in said[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
