@@ -264,7 +264,7 @@ class Checkpointer:
         self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE, left)
         self._retry_at = now + self._pause
         self.say(
-            f"the checkpoint of step {step} could not be written to {self.folder} ({where}); what there was of it is removed, training goes on,"
+            f"the checkpoint of step {step} could not be written to {self.folder} ({where}); training goes on,"
             f" and it is tried again for {left:.0f} s (storagePatience)"
         )
 
