@@ -58,7 +58,8 @@ class Watch:
         self._time = time.monotonic()
         self._interval, self.step_seconds = LEAST_SECONDS, 0.0
         self._answered: Notice | None = None
-        self._last_due: float | None = None
+        self._save_seconds, self._not_before = 0.0, 0.0
+        self._is_last = False
 
     def look(self, done: int) -> Notice | None:
         """After ``done`` steps: the notice for which a checkpoint must be written now, None where none must. A collective."""
@@ -76,20 +77,20 @@ class Watch:
             self._answered = None
             return None
         if self._answered is None or notice.outcome != self._answered.outcome:
-            self._answered, self._last_due = notice, None
+            self._answered, self._is_last = notice, notice.deadline is None
             return notice
-        if self._last_due is not None and clock >= self._last_due:
-            self._last_due = None
-            return notice
-        return None
+        if self._is_last or notice.deadline is None:
+            return None
+        due = max(notice.deadline - spare(self._save_seconds, self.step_seconds), self._not_before)
+        if not due <= clock < notice.deadline - self._save_seconds:
+            return None
+        self._is_last = True
+        return notice
 
-    def saved(self, notice: Notice, seconds: float) -> None:
+    def saved(self, seconds: float) -> None:
         """Told on all ranks alike that the checkpoint was written in ``seconds``: where the deadline is far, another one is due near it."""
-        if notice.deadline is None:
-            return
-        due = notice.deadline - spare(seconds, self.step_seconds)
-        now = self._world.broadcast(time.time())
-        self._last_due = due if due > now + self.step_seconds else None
+        self._save_seconds = seconds
+        self._not_before = self._world.broadcast(time.time()) + max(SPARE_SECONDS, 2 * seconds)  # sooner, it would save little
 
 
 @contextlib.contextmanager

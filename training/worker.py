@@ -277,7 +277,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
             seconds = world.broadcast(time.monotonic() - began)
             keep(lambda of_run: of_run.expect(told.outcome, told.reason, step=done, save_seconds=round(seconds, 2), **facts))
             say(f"{told.reason}; step {done} is saved, in {seconds:.1f} s")
-            watch.saved(told, seconds)
+            watch.saved(seconds)
             hooks.saved(told)
 
         def after_step(done: int) -> None:

@@ -33,7 +33,7 @@ class Alone:
 class Simulation:
     """A run whose steps, questions and checkpoints take set times, until its deadline."""
 
-    def __init__(self, step: float, question: float, save: float, told_at: float | None = None, grace: float = 0.0) -> None:
+    def __init__(self, step: float, question: float, save: float, told_at: float | None = None, grace: float = 0.0, first_step: float | None = None) -> None:
         self.now, self.asked, self.saves = 1000.0, [], []
         start, done = self.now, 0
         clock = types.SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now)
@@ -50,14 +50,14 @@ class Simulation:
             watch = Watch(Alone(), ask, 0)  # type: ignore[arg-type]
             end = deadline if deadline is not None else start + max(100.0, 40 * step)
             while self.now < end:
-                self.now += step
+                self.now += first_step if first_step is not None and not done else step
                 done += 1
                 found = watch.look(done)
                 if found is not None:
                     begun = self.now
                     self.now += save
                     self.saves.append((begun, self.now))
-                    watch.saved(found, save)
+                    watch.saved(save)
         finally:
             notice.time = real
         self.start, self.deadline = start, deadline
@@ -88,7 +88,14 @@ def test_the_last_checkpoint_is_near_the_deadline_and_complete_before_it(step: f
     begun, ended = run.saves[-1]
     assert run.deadline is not None
     assert ended <= run.deadline, "it was not complete in time"
-    assert run.deadline - begun <= notice.spare(save, step) + 2 * step + 1, "what is done after it is lost"
+    assert run.deadline - begun <= notice.spare(save, step) + 2 * (save + step) + 1, "what is done after it is lost"
+
+
+def test_a_slow_first_step_does_not_keep_the_last_checkpoint_from_being_written() -> None:
+    run = Simulation(0.5, 0.004, 0.3, told_at=1.0, grace=25, first_step=9.0)
+    assert len(run.saves) == 2
+    assert run.deadline is not None
+    assert run.deadline - run.saves[-1][0] < 6
 
 
 def test_a_growth_has_no_deadline_and_is_answered_once() -> None:
