@@ -224,7 +224,9 @@ def cache_folder(data_hash: str) -> Path:
 
 
 def cache_limit() -> int | None:
-    """The most bytes that all copies on this host may take; None: half of what would be free without them. Raises BadInput where LIMIT_VARIABLE holds no number."""
+    """The most bytes that all copies on this host may take; None: half of what would be free without them. Raises BadInput for a LIMIT_VARIABLE that
+    is no number.
+    """
     text = os.environ.get(LIMIT_VARIABLE)
     if text is None:
         return None
