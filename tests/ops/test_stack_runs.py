@@ -182,10 +182,19 @@ def test_no_legs_are_no_proof() -> None:
 
 
 def test_a_legs_settings_are_the_stacks_made_short() -> None:
-    own = {"data": "s3://d", "model": {"pretrained": "m"}, "steps": 9000, "stopAfter": 10, "nicsPerHost": 4, "learningRate": 0.1, "evalRows": 100}
+    own = {
+        "data": "s3://d",
+        "model": {"pretrained": "m"},
+        "steps": 9000,
+        "stopAfter": 10,
+        "minWorkers": 4,
+        "nicsPerHost": 4,
+        "learningRate": 0.1,
+        "evalRows": 100,
+    }
     tcp = prove.settings_of(prove.TCP, own, 40, "prove-1")
     assert (tcp["steps"], tcp["transport"], tcp["evalRows"], tcp["export"], tcp["run"], tcp["learningRate"]) == (40, "tcp", 0, False, "prove-1", 0.1)
-    assert not {"stopAfter", "nicsPerHost"} & set(tcp)
+    assert not {"stopAfter", "nicsPerHost", "minWorkers"} & set(tcp)
     assert prove.settings_of(prove.EFA, own, 40, "prove-1")["nicsPerHost"] == 4
 
 
