@@ -44,7 +44,6 @@ class Rows:
         self._folder, self._shards, self._dtype, self._length, self._shown = folder, shards, dtype, length, shown
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         self._maps: dict[int, npt.NDArray[Any]] = {}
-        self._cache = cache
         self._remote: _Remote | None = None
         if not folder.local:
             self._remote = _Remote(folder, shards, dtype.itemsize, cache, shown)
@@ -99,6 +98,7 @@ class _Remote:
         self._open: dict[int, Any] = {}
         # A file behind Python code has one position for all threads; pyarrow's own reads at any.
         self._one_at_a_time = threading.Lock() if folder.fs.type_name.startswith("py::") else contextlib.nullcontext()
+        self._names = frozenset(f"{shard.sha256}.bin" for shard in shards)
         self._here: frozenset[str] = frozenset()
         self._closed = threading.Event()
         self._problem: BadInput | None = None
@@ -115,9 +115,9 @@ class _Remote:
         """Looks which shards are copied by now. Raises what the copying found out."""
         if self._problem is not None:
             raise self._problem
-        if len(self._here) < len(self._shards):
+        if len(self._here) < len(self._names):
             try:
-                self._here = frozenset(os.listdir(self._cache))
+                self._here = self._names.intersection(os.listdir(self._cache))
             except FileNotFoundError:  # removed while the run goes on; what is mapped stays, the rest comes from the store again
                 self._here = frozenset()
 

@@ -291,6 +291,18 @@ def test_remote_rows_are_there_at_once_and_come_from_this_hosts_copy_later(tmp_p
     assert numbers_of(open_data(remote)) == [4 * i for i in range(30)], "so does another process of the host"
 
 
+def test_data_of_one_shard_goes_over_to_its_copy_though_other_files_lie_beside_it(tmp_path, remote):
+    place(remote).delete()
+    prepared = write(remote, {"train": numbered(30)})
+    (shards.cache_folder(prepared.manifest.hash)).mkdir(parents=True)
+    for name in ("a.part", "b.lock"):
+        (shards.cache_folder(prepared.manifest.hash) / name).touch()
+    prepared.row("train", 0)
+    copied()
+    overwrite(remote, "train-00000.bin")
+    assert numbers_of(prepared) == [4 * i for i in range(30)]
+
+
 def test_a_remote_shard_with_other_content_is_damaged(tmp_path, remote):
     overwrite(remote, "train-00001.bin")
     prepared = open_data(remote)
