@@ -426,7 +426,7 @@ class Network:
         transport = settings.transport
         if settings.min_workers is not None and len(world.hosts) == 1 and transport != "any":
             transport = "any"
-            say(f"all {world.size} workers are on one host, so nothing travels between hosts; transport = {settings.transport} is judged when there are two")
+            say(f"all workers are on one host, so nothing travels between hosts; transport = {settings.transport} is judged when there are two")
         self.expected = Expectation(transport, len(world.hosts), world.size, settings.nics_per_host, settings.gpu_direct)
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         # This host's own folder: NCCL writes there all the time. Left in place, for whoever wants to read NCCL's own words.

@@ -14,7 +14,7 @@ from benchmarks.elastic import Nodes, Run, paced
 from tests.training.ranks import run_ranks
 from tests.training.test_job import losses, settings, start
 from training import plan, worker
-from training.errors import BadInput
+from training.errors import BadInput, TransportNotProven
 from training.record import read_run
 from training.storage import place
 from training.world import World
@@ -133,3 +133,11 @@ def test_fewer_workers_than_the_model_fits_are_refused_before_the_first_step(dat
     eight = World(0, 8, 0, 4, ("a", "b"), torch.device("cpu"))
     with pytest.raises(BadInput, match=r"minWorkers = 1 is too few: 1.54 B parameters don't fit 1 x NVIDIA L4.* Raise minWorkers"):
         worker._choose(job, eight, pieces, lambda _: None)  # type: ignore[arg-type]
+
+
+def test_on_one_host_an_elastic_run_has_no_network_to_prove_and_says_so(data: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    start(data, tmp_path, say=said.append, steps=2, transport="tcp", workers=2, minWorkers=1, export=False, evalRows=0)
+    assert "all workers are on one host, so nothing travels between hosts; transport = tcp is judged when there are two" in said
+    with pytest.raises(TransportNotProven):
+        start(data, tmp_path / "fixed", steps=2, transport="tcp", workers=2, export=False, evalRows=0)
