@@ -107,6 +107,23 @@ def test_whatever_a_run_says_is_text_and_never_markup(tmp_path):
     assert page.text.count("{{ 7*7 }}") >= 12, "shown as it was written, and not taken for a template"
 
 
+def test_a_slow_rank_and_rollbacks_are_shown_and_a_rank_like_the_others_is_not(tmp_path):
+    slow = {"rank": 3, "host": "<b>host</b>", "ratio": 1.5, "ownSeconds": 0.3, "medianSeconds": 0.2, "dataWait": 0.0, "steps": 40}
+    one = opened(tmp_path, run="slow")
+    one.log(metrics(8))
+    one.rewind(5, {"step": 8, "attempt": 1, "why": "the loss is a spike (<b>9</b>)", "backTo": 5, "from": 5, "to": 8})
+    one.note(stragglers=slow)
+    one.close("done", 5)
+    page = written(one.place)
+    assert "rank 3 on host <b>host</b>: it takes 1.50 times what the median rank takes" in page.text
+    assert "Step 8, attempt 1: the loss is a spike (<b>9</b>). Back to step 5" in page.text
+    assert "No step has been logged yet" in page.text, "what was gone back from is no part of the curve"
+    usual = opened(tmp_path, run="usual")
+    usual.note(stragglers={**slow, "ratio": 1.1})
+    usual.close("done", 0)
+    assert "median rank" not in written(usual.place).text
+
+
 def test_the_verdict_the_bytes_the_cost_and_the_samples_are_shown_when_they_are_there(tmp_path):
     where = finished(tmp_path)
     (where / "verdict.json").write_json(
