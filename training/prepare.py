@@ -105,7 +105,7 @@ def _written(
         tokenizer.save(how, output / data.TOKENIZER)
     except OSError as error:
         raise _write_error(settings, error) from error
-    total = sum(file.size for file in files)
+    total = sum(piece.size for group in groups for piece in group)  # of Parquet what it unpacks to, as its pieces count
     writers = {split: ShardWriter(output, split, dtype, settings.shard_tokens, settings.sequence_length) for split in data.SPLITS}
     documents = [0] * len(settings.sources)
     progress = _Progress(say, "tokenising", total)
