@@ -35,7 +35,8 @@ from training.world import World
 
 RECENT_STEPS = 50
 BETWEEN_LOOKS = 1.0
-READ_EVERY = 30
+# Ranks that are read each look, for one rank that reads them; of more, all are read less often.
+READ_AT_ONCE = 32
 # Looks in which a rank that lives must have been heard of anew.
 SILENT_LOOKS = 6
 # A store that answers nothing for so long is stopped, and with it the rank that holds it. In seconds, as are the next two.
@@ -271,8 +272,9 @@ class Watchdog(Idle):
                     self._store.set(self._flag_key, self._raise)
                 if self._flag is None and self._store.check([self._flag_key]):
                     self._flag = self._store.get(self._flag_key).decode()
-                # Now and then in peace too: of a rank that takes the store with it, nothing can be asked afterwards.
-                wanted = self._late_since is not None or self._flag is not None or len(self._table) < self.world.size or self._beat % READ_EVERY == 0
+                # In peace too: of a rank that takes the store with it, nothing can be asked afterwards.
+                due = self._beat % max(1, self.world.size // READ_AT_ONCE) == 0
+                wanted = due or self._late_since is not None or self._flag is not None or len(self._table) < self.world.size
                 if wanted and self._store.check(self._keys):
                     self._table = {rank: Seen(**json.loads(told)) for rank, told in enumerate(self._store.multi_get(self._keys))}
                 self._heard = time.monotonic()
