@@ -84,7 +84,7 @@ def go(world: World, run: Run) -> dict[str, Any]:
             begun.append(step)
             checkpoints.save(step, net, optimizer, {})
     checkpoints.finish(net, optimizer)
-    final = checkpoint.latest(folder, world, said.append)
+    final = checkpoint.latest(folder, world, said.append, run.patience)
     assert final is not None, "the last checkpoint must be there"
     fill(net, optimizer, -1)
     checkpoints.load(final, net, optimizer)

@@ -70,15 +70,15 @@ def test_a_checkpoint_in_a_folder_is_usable_or_absent_wherever_its_writers_are_k
         processes, _ = start_ranks(2, go_watched, run, theirs)
         theirs.close()
         victims = [processes[chance.randrange(2)].pid] if chance.random() < 0.5 else [p.pid for p in processes]
-        # Undisturbed, these steps are heard some 120 times.
-        listener = kill_at(ours, chance.randrange(1, 110), lambda victims=victims: victims)
+        # Undisturbed, these steps are heard some 120 times; in the background half of the checkpoints are left out.
+        listener = kill_at(ours, chance.randrange(1, 50 if asynchronous else 110), lambda victims=victims: victims)
         killed += ended(processes)
         listener.join()
         ours.close()
         now = usable(folder)
         assert max(now, default=0) >= newest, f"attempt {attempt}: {now} after step {newest} was safe"
         newest = max(now, default=0)
-    assert killed >= 5, "most of the kills must have hit a running rank"
+    assert killed >= 4, "most of the kills must have hit a running rank"
     processes, answers = start_ranks(1, go, Run(str(tmp_path), steps=newest + 2, attempt=9))
     _, result, error = answers.get(timeout=120)
     assert error is None, error[2]
@@ -114,7 +114,7 @@ def test_a_checkpoint_on_s3_is_usable_or_absent_whichever_request_its_writers_ar
             assert max(now, default=0) >= newest, f"attempt {attempt}: {now} after step {newest} was safe"
             newest = max(now, default=0)
         proxy.fault = lambda _: None
-        assert killed >= 5
+        assert killed >= 4, "most of the kills must have hit a running rank"
         processes, answers = start_ranks(1, go, Run(proxy.uri("bucket/run"), steps=newest + 2, attempt=9))
         _, result, error = answers.get(timeout=120)
     assert error is None, error[2]
