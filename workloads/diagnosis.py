@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ NEW_NODE = 900.0  # a node that an autoscaler buys
 REGISTRY = 90.0  # a registry that does not answer
 THROTTLED = 900.0  # one that says: later
 NO_PODS = RUNS_AGAIN = 60.0
+# What ended later than this after its start may only have found the machine too busy, as Ray does; Kubernetes starts it again.
+LATE, BUSY = 30.0, 300.0
 NODES, PLUGIN, DEVICES = 300.0, 60.0, 120.0
 
 IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable")
@@ -127,9 +130,18 @@ def _container_cause(pod: str, container: Mapping[str, Any]) -> Cause | None:
     if (reason == "CrashLoopBackOff" or int(container.get("restartCount") or 0) >= 2) and not container.get("ready") and ended:
         said = f"exit code {ended.get('exitCode', '?')}, {ended.get('reason', 'no reason given')} {ended.get('message') or ''}".strip()
         # One that runs again just now may be on its way up after something else went.
-        patience = AT_ONCE if reason == "CrashLoopBackOff" else RUNS_AGAIN
+        patience = BUSY if _ran(ended) > LATE else AT_ONCE if reason == "CrashLoopBackOff" else RUNS_AGAIN
         return Cause(f"{pod} {inner} crash", f"{where}: ended again and again ({said})", patience, log_of=(pod, inner))
     return None
+
+
+def _ran(ended: Mapping[str, Any]) -> float:
+    """Seconds from a container's start to its end; 0 where Kubernetes does not say."""
+    times = [ended.get(key) for key in ("startedAt", "finishedAt")]
+    if not all(times):
+        return 0.0
+    began, over = (datetime.datetime.fromisoformat(str(at).replace("Z", "+00:00")) for at in times)
+    return (over - began).total_seconds()
 
 
 def _stage(pod: Mapping[str, Any]) -> str:

@@ -154,6 +154,17 @@ def test_a_pod_that_will_not_come_is_named_with_its_cause_within_seconds(case):
     assert found.patience == patience
 
 
+def test_a_start_that_a_busy_machine_was_too_slow_for_gets_more_tries_than_a_crash():
+    """Ray gives up on its own processes after half a minute or more; on a quieter machine the next start succeeds."""
+
+    def crashed(seconds):
+        ended = {"reason": "Error", "exitCode": 1, "startedAt": "2026-01-01T00:00:00Z", "finishedAt": f"2026-01-01T00:0{seconds // 60}:{seconds % 60:02}Z"}
+        container = {"restartCount": 3, "lastState": {"terminated": ended}}
+        return look([HEAD, WORKERS[0], pod("b", ready=False, waiting="CrashLoopBackOff", container=container)])
+
+    assert cause(crashed(70)).patience > 10 * cause(crashed(12)).patience
+
+
 def test_a_crash_brings_its_last_words_along():
     assert cause(look([HEAD, WORKERS[0], STUCK["a crash"][0]])).log_of == ("b", "ray-worker")
 

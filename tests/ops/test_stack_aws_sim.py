@@ -104,6 +104,20 @@ def test_status_tells_uptime_money_and_auto_stop(ops: Ops, account: Any) -> None
         assert word in shown
 
 
+def test_plan_is_the_engines_preview_of_a_change_and_its_price(ops: Ops, account: Any) -> None:
+    same = json.loads(ops("plan", "dev", "--json").stdout)
+    assert (same["basis"], same["changes"]) == ("engine", {}), "nothing has changed"
+    before = ops.account.stack_file.read_text()
+    ops.account.configure({"gpu": {"instanceType": "g6.12xlarge", "nodes": 3}})
+    try:
+        more = json.loads(ops("plan", "dev", "--json").stdout)
+    finally:
+        ops.account.stack_file.write_text(before)
+    assert {item["op"] for item in more["planned"]} == {"update"}, "a node more replaces nothing"
+    assert more["cost"]["anHour"] - same["cost"]["anHour"] > 4, "a g6.12xlarge more"
+    assert json.loads(ops("plan", "dev", "--json").stdout)["changes"] == {}, "a preview changes nothing"
+
+
 @pytest.fixture
 def here(ops: Ops, account: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This process in the place of the command: its cache, its engine's state. Returns the program's folder."""
