@@ -117,12 +117,15 @@ def test_a_growth_that_did_not_come_is_answered_again_when_it_is_wanted_again() 
 
 
 TOLD = """
-import signal, sys
+import signal, socket
 from training.notice import terminated
+woken, waker = socket.socketpair()  # remembers a signal that comes before it is waited for
+waker.setblocking(False)
+signal.set_wakeup_fd(waker.fileno())
 with terminated() as ask:
     print("ready", flush=True)
     while True:
-        signal.pause()
+        woken.recv(1)
         print(ask().reason, flush=True)
 """
 
