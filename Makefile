@@ -12,7 +12,10 @@ P := .venv-pulumi/bin/python
 demo: .venv/demo-ready
 	@$(T) -m training.demo
 
-test: test-program test-training
+# Side by side, for each leaves a part of two cores idle. What each has to say comes when it is done.
+test:
+	@echo "Installing and testing both halves side by side: 15 to 20 minutes on two cores the first time; each shows its output at its end"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-program test-training
 
 # The training package: style, types, and its tests with real processes.
 test-training: .venv/test-ready
@@ -30,11 +33,11 @@ test-program: .venv-pulumi/test-ready
 LAB ?= ../shared/lab
 test-aws-sim: .venv-pulumi/test-ready
 	$(LAB)/build pulumi pulumi-resource-kubernetes etcd kube
-	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/aws_sim tests/ops -m aws_sim
+	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/aws_sim tests/ops -m "aws_sim and not soak"
 
 # The real engine on a real Kubernetes: make test-cluster KUBECONFIG=... CLUSTER_IMAGE=... (tests/cluster/real.py says what else may be named).
 test-cluster: .venv-pulumi/test-ready
-	$(P) -m pytest tests/cluster tests/ops -m cluster
+	$(P) -m pytest tests/cluster tests/ops -m "cluster and not soak"
 
 # Both at once, on one machine: the program for AWS from VPC to a finished job. What test-cluster is told, and LAB.
 test-chain: .venv-pulumi/test-ready .venv/test-ready

@@ -12,7 +12,7 @@ import yaml
 from moto.server import ThreadedMotoServer
 from real import FOLDER, ROOT, Stack
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
 BUCKET, KEY_ID, KEY = "runs", "AKIAEXAMPLE", "a-key-that-nobody-must-see"  # moto takes any key: what is tested is the way to the pods
 
