@@ -27,6 +27,7 @@ def left_behind() -> list[int]:
     return found
 
 
+@pytest.mark.soak
 def test_a_worker_is_killed_and_the_drill_says_what_that_cost(data: Path, tmp_path: Path) -> None:
     said: list[str] = []
     values = {"data": str(data), "storage": str(tmp_path), "model": {"random": "tiny"}, "workers": 2, "steps": 40, "tokensPerStep": 128}

@@ -55,6 +55,7 @@ def attempts(run: Run, undisturbed: dict[int, float]) -> list[dict[str, Any]]:
     return list(read_run(place(str(folder)))[0]["attempts"])
 
 
+@pytest.mark.soak
 def test_a_drained_node_costs_no_restart_that_counts_and_a_new_one_no_step(nodes: Nodes, run: Callable[..., Run], undisturbed: dict[int, float]) -> None:
     nodes.want(2)
     job = run(**WORKERS, maxFailures=0, checkpointEvery=1000)
@@ -77,6 +78,7 @@ def test_a_drained_node_costs_no_restart_that_counts_and_a_new_one_no_step(nodes
     assert (third["outcome"], third["worldSize"]) == ("done", 2)
 
 
+@pytest.mark.soak
 def test_a_node_that_is_lost_without_notice_costs_the_steps_since_the_last_checkpoint(
     nodes: Nodes, run: Callable[..., Run], undisturbed: dict[int, float]
 ) -> None:

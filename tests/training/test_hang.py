@@ -107,6 +107,7 @@ def test_an_evaluation_or_a_slow_record_is_no_hang_however_long_it_takes(data: P
     assert not (tmp_path / "r" / "hang").exists()
 
 
+@pytest.mark.soak
 def test_under_ray_a_group_with_a_stopped_worker_is_started_again_from_the_last_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker = f"marker-{tmp_path}"
     monkeypatch.setenv("HANG_TEST", marker)

@@ -61,7 +61,7 @@ def ended(processes: list[Any]) -> bool:
     return any(process.exitcode == -signal.SIGKILL for process in processes)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["sync", "async"])
 def test_a_checkpoint_in_a_folder_is_usable_or_absent_wherever_its_writers_are_killed(tmp_path: Path, asynchronous: bool) -> None:
     folder, chance, newest, killed = place(str(tmp_path / "checkpoints")), random.Random(int(asynchronous)), 0, 0
     for attempt in range(1, 9):
@@ -87,6 +87,7 @@ def test_a_checkpoint_in_a_folder_is_usable_or_absent_wherever_its_writers_are_k
     assert torn == [], "what the kills left half-written goes once a whole one of that step or a later one is there"
 
 
+@pytest.mark.soak
 def test_a_checkpoint_on_s3_is_usable_or_absent_whichever_request_its_writers_are_killed_at(tmp_path: Path) -> None:
     chance, newest, killed = random.Random(5), 0, 0
     with moto(tmp_path) as server, Proxy(server) as proxy:
@@ -187,7 +188,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     return run_with_kills(data, tmp_path_factory.mktemp("undisturbed"), 0, 0).losses
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 def test_a_run_that_is_killed_ends_with_the_losses_of_the_undisturbed_run(data: Path, tmp_path: Path, undisturbed: Mapping[int, float], seed: int) -> None:
     outcome = run_with_kills(data, tmp_path, seed, 2)
     assert outcome.losses == pytest.approx(undisturbed, rel=1e-6), "same data, same order, same arithmetic"

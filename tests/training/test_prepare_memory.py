@@ -69,6 +69,7 @@ def arguments(source: Path, output: Path, using: str) -> list[str]:
     return [word for key, value in named.items() for word in ("--set", f"{key}={value}")]
 
 
+@pytest.mark.soak
 def test_three_times_the_text_takes_no_more_memory(tmp_path: Path) -> None:
     """Pieces are of 8 MiB, so from there on nothing may grow; the text held once would be 24 MB more."""
     save_words(tmp_path / "tokenizer")

@@ -114,7 +114,7 @@ def test_a_restart_waits_for_a_store_that_is_away_and_a_first_start_does_not(dat
     assert "is asked again for" in said[0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 def test_faults_at_random_never_make_a_checkpoint_that_is_wrong(server: str, tmp_path: Path, seed: int) -> None:
     chance, faults = random.Random(seed), [Fault(refusal=SLOW_DOWN), Fault(cut="before"), Fault(cut="after")]
     with Proxy(server, lambda _: chance.choice(faults) if chance.random() < 0.04 else None) as proxy:
