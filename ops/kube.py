@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -102,6 +104,7 @@ class Kube:
         """A socket to a port of the pod, through the API server: past network policies, which is why only who may port-forward gets in."""
         client = self.client(fresh=True)
         core = kubernetes.client.CoreV1Api(client)
+        _no_trace_of_cut_forwards()
         try:
             made = kubernetes.stream.portforward(core.connect_get_namespaced_pod_portforward, pod, namespace, ports=str(port), _request_timeout=TIMEOUT_SECONDS)
         except ApiException as error:
@@ -207,6 +210,19 @@ def _refused(where: str, what: str, error: Any) -> Refused:
 def _line(error: BaseException) -> str:
     reason = getattr(error, "reason", None)
     return " ".join(str(reason or error).split())[:200]
+
+
+@functools.cache
+def _no_trace_of_cut_forwards() -> None:
+    """A pod that goes while a port of it is forwarded ends the client's thread with an exception; whoever reads from the socket is told of it there."""
+    before = threading.excepthook
+
+    def hook(ended: threading.ExceptHookArgs) -> None:
+        forwards = ended.thread is not None and ended.thread.name.startswith("Kubernetes port forward proxy")
+        if not (forwards and isinstance(ended.exc_value, OSError)):
+            before(ended)
+
+    threading.excepthook = hook
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -174,3 +176,23 @@ def test_exit_codes_mean_what_the_job_means_by_them() -> None:
         job.EXIT_TRAINING_FAILED,
         job.EXIT_TRANSPORT_NOT_PROVEN,
     )
+
+
+def test_a_forward_that_is_cut_leaves_no_trace_and_any_other_thread_does() -> None:
+    """The Kubernetes client's thread dies with an SSL error where a pod goes; other errors, and other threads, are told as ever."""
+    code = """
+import ssl, threading
+from ops import kube
+kube._no_trace_of_cut_forwards()
+def end(error):
+    raise error
+forward = "Kubernetes port forward proxy: 8265"
+for name, error in ((forward, ssl.SSLEOFError("cut")), (forward, KeyError("bug")), ("mine", OSError("told"))):
+    thread = threading.Thread(target=end, args=(error,), name=name)
+    thread.start()
+    thread.join()
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert "cut" not in said
+    assert "KeyError: 'bug'" in said
+    assert "OSError: told" in said
