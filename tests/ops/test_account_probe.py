@@ -112,7 +112,9 @@ def test_a_probe_that_is_stopped_in_the_middle_cancels_first(account, number):
         return answer
 
     account.answers["ec2", "CreateCapacityReservation"] = held
-    code = "from ops import probe; from ops.aws import Aws; probe.probe(Aws('us-west-2'), 'g6.12xlarge', 2, ['us-west-2a'], {'stack': 'dev'})"
+    # A shell starts what it puts into the background deaf to SIGINT, and that is inherited.
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = hears + "from ops import probe; from ops.aws import Aws; probe.probe(Aws('us-west-2'), 'g6.12xlarge', 2, ['us-west-2a'], {'stack': 'dev'})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     _, said = process.communicate(timeout=120)
     assert process.returncode != 0, "it was stopped"
@@ -130,7 +132,9 @@ def test_a_signal_during_the_cancellation_does_not_break_it_off(account):
         return account._cancel(call)
 
     account.answers["ec2", "CancelCapacityReservation"] = held
-    code = "from ops import probe; from ops.aws import Aws; probe.probe(Aws('us-west-2'), 'g6.12xlarge', 2, ['us-west-2a'], {'stack': 'dev'})"
+    # A shell starts what it puts into the background deaf to SIGINT, and that is inherited.
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = hears + "from ops import probe; from ops.aws import Aws; probe.probe(Aws('us-west-2'), 'g6.12xlarge', 2, ['us-west-2a'], {'stack': 'dev'})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     process.communicate(timeout=120)
     assert process.returncode != 0
