@@ -69,7 +69,7 @@ def leg(inside: Inside, kind: str | None, at: int, run: str, made: Submission, s
             _until(lambda: _steps_done(inside, run) >= at or _over(inside, run), end, f"step {at} of {run}")
             if _over(inside, run):
                 raise Refused(f"run {run} ended before it could be harmed; give it more --steps")
-            strike(inside, kind, f"{inside.storage}/{run}", random.Random(f"{seed}/{kind}"), away, note, lambda: _over(inside, run))
+            strike(inside, kind, runs.uri_of(inside, run), random.Random(f"{seed}/{kind}"), away, note, lambda: _over(inside, run))
         if kind == HEAD:
             note("  the same job again, once a new head answers")
             _until(lambda: _submitted(inside, again, made), end, "a new head")
@@ -101,7 +101,8 @@ def strike(
         note(f"  it is back after {away:.0f} s")
     else:
         selector = f"ray.io/cluster={inside.ray_cluster},ray.io/node-type=worker"
-        workers = sorted(str(pod["metadata"]["name"]) for pod in inside.kube.items(pods, labelSelector=selector))
+        there = [pod["metadata"] for pod in inside.kube.items(pods, labelSelector=selector)]
+        workers = sorted(str(pod["name"]) for pod in there if not pod.get("deletionTimestamp"))  # a pod that goes has no rank any more
         name = dice.choice(workers)
         if kind == WORKER:
             inside.kube.run(inside.namespace, name, "ray-worker", ["python", "-c", _KILL, str(dice.randrange(64))])

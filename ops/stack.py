@@ -344,9 +344,7 @@ class Stack(OfAccount):
         """
         training = self._settings_for_a_run()
         with self.engine.lock("prove"), self.inside() as inside:
-            running = inside.job()
-            if running is not None and not running.over:
-                raise Busy(f"job {running.name} is {running.state}, and a proof needs all workers; wait, or `python -m ops cancel {self.name}`")
+            self._refuse_beside_a_job(inside, "proof")
             workers = inside.workers()
             base = settings_of(self.target.settings, training, workers, inside.storage)
             code = job_builder.source_files(self.target.file.parent / "training")
@@ -383,9 +381,7 @@ class Stack(OfAccount):
         """
         training = self._settings_for_a_run()
         with self.engine.lock("drill"), self.inside() as inside:
-            running = inside.job()
-            if running is not None and not running.over:
-                raise Busy(f"job {running.name} is {running.state}, and a drill needs all workers; wait, or `python -m ops cancel {self.name}`")
+            self._refuse_beside_a_job(inside, "drill")
             workers = inside.workers()
             base = settings_of(self.target.settings, training, workers, inside.storage)
             code = job_builder.source_files(self.target.file.parent / "training")
@@ -405,6 +401,11 @@ class Stack(OfAccount):
                 note("  " + ("ended as the undisturbed run did" if found[-1].survived else f"did NOT: {found[-1].outcome}; {found[-1].said}"))
                 drill.note_in(inside, calm, {"drill": faults.as_json(found)})
             return found
+
+    def _refuse_beside_a_job(self, inside: Inside, what: str) -> None:
+        running = inside.job()
+        if running is not None and not running.over:
+            raise Busy(f"job {running.name} is {running.state}, and a {what} needs all workers; wait, or `python -m ops cancel {self.name}`")
 
     def _settings_for_a_run(self) -> config.Training:
         values = {

@@ -53,10 +53,14 @@ class Nodes:
         self.cpus, self.mark, self.count = cpus, secrets.token_hex(8), 0
         self.environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
         self.environment.pop("RAY_ADDRESS", None)
-        self._start("--head", f"--port={self.port}", "--num-cpus=0", "--include-dashboard=false")
-        self.environment["RAY_ADDRESS"] = f"{_own_address()}:{self.port}"
-        for _ in range(workers):
-            self.add()
+        try:
+            self._start("--head", f"--port={self.port}", "--num-cpus=0", "--include-dashboard=false")
+            self.environment["RAY_ADDRESS"] = f"{_own_address()}:{self.port}"
+            for _ in range(workers):
+                self.add()
+        except BaseException:  # an interrupt, too, must leave nothing running
+            self.kill()
+            raise
 
     def add(self) -> None:
         """One node more."""
