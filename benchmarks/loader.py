@@ -85,16 +85,16 @@ def slow_s3(latency: float) -> Iterator[str]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def make(folder: Path, rows: int, length: int, shard_tokens: int) -> None:
+def make(folder: Path, rows: int, length: int, shard_tokens: int, vocabulary: int = VOCABULARY) -> None:
     """Prepared data of random tokens."""
     at = place(str(folder))
     at.make_folder()
     writer = ShardWriter(at, "train", "uint16", shard_tokens, length)
     tokens = np.random.default_rng(0)
     for _ in range(rows // 1000):
-        writer.write(tokens.integers(0, VOCABULARY, 1000 * length, dtype=np.uint16), documents=1)
-    writer.write(tokens.integers(0, VOCABULARY, rows % 1000 * length + 1, dtype=np.uint16), documents=1)
-    manifest = Manifest(length, VOCABULARY, VOCABULARY - 1, "", "uint16", {"train": writer.finish()}, (), {}, "")
+        writer.write(tokens.integers(0, vocabulary, 1000 * length, dtype=np.uint16), documents=1)
+    writer.write(tokens.integers(0, vocabulary, rows % 1000 * length + 1, dtype=np.uint16), documents=1)
+    manifest = Manifest(length, vocabulary, vocabulary - 1, "", "uint16", {"train": writer.finish()}, (), {}, "")
     (at / data.MANIFEST).write_json(manifest.as_json())
 
 

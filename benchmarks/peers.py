@@ -167,7 +167,7 @@ def sample(args: argparse.Namespace) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.init(include_dashboard=False)
+    ray.init(address="local", include_dashboard=False)
     with tempfile.TemporaryDirectory() as scratch:
         scaling = ScalingConfig(num_workers=args.workers, use_gpu=torch.cuda.is_available())
         TorchTrainer(_sample_worker, train_loop_config=vars(args), scaling_config=scaling, run_config=RunConfig(storage_path=scratch)).fit()

@@ -1,70 +1,86 @@
 """Ours and what others would run, one after the other on the same GPUs, round after round; the median and spread of each.
 
-    python -m benchmarks.speed --output benchmarks/results/one-gpu.json            on the machine with the GPU
-    python -m benchmarks.speed --draw benchmarks/results/one-gpu.json              the picture beside it, anywhere
+    python -m benchmarks.speed --output benchmarks/results/h200.json            on the machine with the GPU
+    python -m benchmarks.speed --output benchmarks/results/h200.json --gpus 2   each alone on each of two GPUs at once, then on both together
+    python -m benchmarks.speed --draw benchmarks/results/h200.json              the picture beside it, anywhere
 
-Every measurement is a process of its own. A round runs each variant once, so that a board that warms up slows all of them.
+Every measurement is a process of its own. A round runs each variant once, so that a board that warms up slows all of them. What a file holds already
+is kept, and counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-Variant = tuple[str, str, list[str]]
-"""Name, what it is, and the module with its arguments."""
+
+class Variant(NamedTuple):
+    """A way to train: its name, what it is, and its module with arguments; ``by_torchrun``: torchrun starts it on several GPUs."""
+
+    name: str
+    what: str
+    arguments: list[str]
+    by_torchrun: bool = False
+
+    def command(self, gpus: int) -> list[str]:
+        """What runs it on ``gpus`` GPUs."""
+        if self.by_torchrun and gpus > 1:
+            return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m", *self.arguments]
+        return [sys.executable, "-m", *self.arguments, *([] if self.by_torchrun else ["--workers", str(gpus)])]
 
 
 def variants(model: str, length: int, ours: int, theirs: int) -> list[Variant]:
     """All of them; ``ours`` and ``theirs``: rows of a step for a way that keeps little and one that keeps whole logits."""
-    size = ["--model", model]
+    size = ["--model", model, "--length", str(length)]
 
-    def step(name: str, what: str, **settings: Any) -> Variant:
-        return name, what, ["benchmarks.step", *size, "--sequence-length", str(length), "--lines", "3", "--variants", json.dumps([settings])]
+    def job(name: str, what: str, *settings: str) -> Variant:
+        return Variant(name, what, ["benchmarks.job", *size, "--rows", str(ours), *(word for value in settings for word in ("--set", value))])
 
-    def peer(name: str, what: str, rows: int) -> Variant:
-        return name, what, ["benchmarks.peers", name, *size, "--length", str(length), "--rows", str(rows)]
+    def peer(name: str, what: str, rows: int, *more: str) -> Variant:
+        return Variant(name, what, ["benchmarks.peers", name, *size, "--rows", str(rows), *more], by_torchrun=name != "sample")
 
     return [
-        step("ours", "fast blocks, bf16", precision="bf16", microBatch=ours),
-        step("ours fp8", "fast blocks, fp8", precision="fp8", microBatch=ours),
-        step("ours compiled", "transformers' modules, compiled", blocks="compiled", microBatch=ours),
+        job("ours", "this project, bf16"),
+        job("ours fp8", "this project, fp8", "precision=fp8"),
         peer("sample", "AWS's public sample: Ray Train, FSDP1", theirs),
         peer("hf", "Hugging Face Trainer", theirs),
         peer("hf_liger", "Hugging Face Trainer with Liger kernels", theirs),
         peer("fsdp2", "plain FSDP2 loop", theirs),
-        peer("fsdp2_tuned", "FSDP2, compiled blocks, Liger's loss", ours),
+        peer("fsdp2_tuned", "FSDP2, compiled blocks, Liger's loss", ours, "--no-reshard"),
     ]
 
 
-def run(arguments: Sequence[str], limit: float) -> dict[str, Any]:
-    """One measurement: what the process says, or ``error`` with the end of what it said."""
-    try:
-        done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {limit:.0f} s"}
-    for line in reversed(done.stdout.splitlines()):
-        text = line[line.find("{") :] if "{" in line else ""
-        try:
-            found = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and ("tokensPerSecond" in found or "error" in found):
-            return found
-    return {"error": (done.stderr or done.stdout).strip()[-600:]}
+def run(command: Sequence[str], limit: float, gpus: Sequence[int] = (0,)) -> dict[str, Any]:
+    """One measurement on ``gpus``: what the process says, or ``error`` with the end of what it said."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    alone = [sys.executable, "-m", "benchmarks.alone", f"{limit}", *command]
+    done = subprocess.run(alone, capture_output=True, text=True, check=True, env=environment)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found | {"card": card(gpus)}
 
 
-def summary(name: str, what: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def round_of(variant: Variant, gpus: int, limit: float) -> list[dict[str, Any]]:
+    """The variant on each of ``gpus`` GPUs alone, at the same time; where there are several, on all together then."""
+    with ThreadPoolExecutor(gpus) as pool:
+        results = list(pool.map(lambda gpu: run(variant.command(1), limit, [gpu]) | {"gpus": 1}, range(gpus)))
+    if gpus > 1:
+        results.append(run(variant.command(gpus), limit, range(gpus)) | {"gpus": gpus})
+    return results
+
+
+def summary(name: str, what: str, gpus: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Median and spread of the runs that gave a speed; the errors of the others."""
     good = [r for r in runs if "tokensPerSecond" in r]
-    result: dict[str, Any] = {"name": name, "what": what, "runs": list(runs)}
+    result: dict[str, Any] = {"name": name, "what": what, "gpus": gpus, "runs": list(runs)}
     if good:
         speeds = [r["tokensPerSecond"] for r in good]
         result |= {"median": statistics.median(speeds), "lowest": min(speeds), "highest": max(speeds), "gib": max(r["gib"] for r in good)}
@@ -73,17 +89,29 @@ def summary(name: str, what: str, runs: Sequence[dict[str, Any]]) -> dict[str, A
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """For a terminal of 80 columns: tokens/s a GPU, spread, ratio to the first, MFU, memory."""
-    lines = [f"{'':40}{'tokens/s':>9}{'spread':>8}{'ours is':>9}{'MFU':>6}{'GiB':>7}"]
-    first = next((r["median"] for r in results if "median" in r), None)
-    for r in results:
+    """For a terminal of 80 columns: tokens/s a GPU, spread, how many times ours the first is, MFU, memory; then what several GPUs keep of one's speed."""
+    lines = [f"{'on one GPU':40}{'tokens/s':>9}{'spread':>8}{'ours is':>9}{'MFU':>6}{'GiB':>7}"]
+    alone = {r["name"]: r for r in results if r["gpus"] == 1}
+    first = next((r["median"] for r in alone.values() if "median" in r), None)
+    for r in alone.values():
         if "median" not in r or first is None:
             lines.append(f"{r['what'][:39]:40}{'failed':>9}")
             continue
-        spread = (r["highest"] - r["lowest"]) / r["median"]
         mfu = f"{r['mfu']:.0%}" if r.get("mfu") is not None else ""
-        lines.append(f"{r['what'][:39]:40}{r['median']:>9,.0f}{spread:>8.1%}{first / r['median']:>8.2f}x{mfu:>6}{r['gib']:>7.1f}")
+        lines.append(f"{r['what'][:39]:40}{r['median']:>9,.0f}{_spread(r):>8.1%}{first / r['median']:>8.2f}x{mfu:>6}{r['gib']:>7.1f}")
+    together = [r for r in results if r["gpus"] > 1]
+    if together:
+        lines.append(f"{'on ' + str(together[0]['gpus']) + ' GPUs, each':40}{'tokens/s':>9}{'spread':>8}{'of one':>9}")
+    for r in together:
+        if "median" not in r or "median" not in alone.get(r["name"], {}):
+            lines.append(f"{r['what'][:39]:40}{'failed':>9}")
+            continue
+        lines.append(f"{r['what'][:39]:40}{r['median']:>9,.0f}{_spread(r):>8.1%}{r['median'] / alone[r['name']]['median']:>9.1%}")
     return "\n".join(lines)
+
+
+def _spread(result: dict[str, Any]) -> float:
+    return float((result["highest"] - result["lowest"]) / result["median"])
 
 
 def draw(document: dict[str, Any], target: Path) -> None:
@@ -93,7 +121,7 @@ def draw(document: dict[str, Any], target: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot
 
-    results = [r for r in document["results"] if "median" in r]
+    results = [r for r in document["results"] if "median" in r and r["gpus"] == 1]
     figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(results) + 1.2), layout="constrained")
     names, speeds = [r["what"] for r in results], [r["median"] for r in results]
     errors = [[r["median"] - r["lowest"] for r in results], [r["highest"] - r["median"] for r in results]]
@@ -109,9 +137,9 @@ def draw(document: dict[str, Any], target: Path) -> None:
     pyplot.close(figure)
 
 
-def card() -> str:
-    """What the GPU is and how it stands; empty without one."""
-    query = ["nvidia-smi", "--query-gpu=name,temperature.gpu,clocks.sm,power.draw,power.limit", "--format=csv,noheader"]
+def card(gpus: Sequence[int]) -> str:
+    """What the GPUs are and how they stand; empty without one."""
+    query = ["nvidia-smi", f"--id={','.join(map(str, gpus))}", "--query-gpu=name,temperature.gpu,clocks.sm,power.draw,power.limit", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
@@ -121,10 +149,12 @@ def card() -> str:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="JSON file with all measurements")
+    parser.add_argument("--output", type=Path, help="JSON file with all measurements; what it holds already counts too")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="draw what was measured before, and measure nothing")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no further measurement starts (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for one measurement (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
     parser.add_argument("--model", default="qwen2.5-1.5b")
     parser.add_argument("--length", type=int, default=2048)
@@ -136,21 +166,26 @@ def main() -> int:
     if args.output is None:
         parser.error("--output is needed")
     began = time.monotonic()
-    chosen = [v for v in variants(args.model, args.length, *args.rows) if not args.only or v[0] in args.only]
-    seen: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in chosen}
-    for _ in range(args.rounds):
-        for name, _, arguments in chosen:
-            left = args.budget - (time.monotonic() - began)
-            if left < 30:
-                continue
-            seen[name].append(run(arguments, left) | {"card": card()})
-            sys.stderr.write(f"{time.monotonic() - began:6.0f} s  {name}: {seen[name][-1].get('tokensPerSecond', seen[name][-1].get('error'))}\n")
-    results = [summary(name, what, seen[name]) for name, what, _ in chosen]
-    title = f"{args.model}, rows of {args.length} tokens, {card().split(',')[0] or 'CPU'}"
+    known = variants(args.model, args.length, *args.rows)
+    chosen = [v for v in known if not args.only or v.name in args.only]
+    seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    if args.output.exists():
+        seen = {(r["name"], r["gpus"]): r["runs"] for r in json.loads(args.output.read_text())["results"]}
+    title = f"{args.model}, rows of {args.length} tokens, {card([0]).split(',')[0] or 'CPU'}"
+    results: list[dict[str, Any]] = []
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"title": title, "rounds": args.rounds, "results": results}, indent=1) + "\n")
+    for variant in chosen * args.rounds:
+        left = args.budget - (time.monotonic() - began)
+        if left < args.limit / 4:
+            break
+        for result in round_of(variant, args.gpus, min(args.limit, left)):
+            seen.setdefault((variant.name, result["gpus"]), []).append(result)
+            shown = result.get("tokensPerSecond", str(result.get("error"))[-300:])
+            sys.stderr.write(f"{time.monotonic() - began:6.0f} s  {variant.name} on {result['gpus']}: {shown}\n")
+        results = [summary(v.name, v.what, gpus, seen[v.name, gpus]) for gpus in sorted({n for _, n in seen}) for v in known if (v.name, gpus) in seen]
+        args.output.write_text(json.dumps({"title": title, "results": results}, indent=1) + "\n")
     sys.stdout.write(f"{title}\n{table(results)}\n")
-    return 0 if all("median" in r for r in results) else 1
+    return 0 if results and all("median" in r for r in results) else 1
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def measure(world: World, variant: dict[str, Any], size: str, length: int, lines
     }  # fmt: skip
     if on_gpu:
         result["mfu"] = round(mfu(statistics.median(speeds), shape, length, this_machine("cuda").peak_tflops * 1e12), 4)
-        result["smi"] = card()
+        result["smi"] = card([0])
     if profiler is not None and profile_to is not None:
         result["kernels"] = kernels_of(profiler, profile_to)
     return result

@@ -23,6 +23,13 @@ from training.errors import BadInput
 T = TypeVar("T")
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-6 as a number, as YAML 1.2 and JSON do; for PyYAML it is a text, and a model's configuration would hold that text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
 def setting(
     default: Any = dataclasses.MISSING,
     doc: str = "",
@@ -206,7 +213,7 @@ def read_file(path: str) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise BadInput(f"--config {path}: can't be read ({reason}); give the path of a YAML file") from error
     try:
-        raw = yaml.safe_load(text)
+        raw = yaml.load(text, _Loader)  # noqa: S506 (it is a SafeLoader)
     except yaml.YAMLError as error:
         raise BadInput(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
     if raw is None:
@@ -224,7 +231,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         if not sign or not key:
             raise BadInput(f"--set {override}: write it as key=value, for example --set steps=100")
         try:
-            value = yaml.safe_load(text) if text else None
+            value = yaml.load(text, _Loader) if text else None  # noqa: S506
         except yaml.YAMLError as error:
             raise BadInput(f"--set {override}: the value is not valid YAML: {' '.join(str(error).split())}") from error
         *parents, last = key.split(".")

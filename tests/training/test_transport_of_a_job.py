@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.namespaces import two_hosts
 from tests.training.test_job import ROOT, settings, start
 from training import schema
 from training.errors import TransportNotProven
@@ -21,33 +20,10 @@ from training.record import read_run
 from training.storage import place
 
 
-def _sh(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[list[str]]]:
-    """Two command prefixes, each of which runs a program as on a host of its own: own network, own host name."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
-        pytest.skip("two hosts are made of network namespaces, which needs root, ip and unshare")
-    names = [f"gate-{os.getpid()}-{letter}" for letter in "ab"]
-    with contextlib.ExitStack() as undo:
-        try:
-            for name in names:
-                _sh("ip", "netns", "add", name)
-                undo.callback(_sh, "ip", "netns", "del", name)
-            _sh("ip", "link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-            for number, name in enumerate(names, start=1):
-                _sh("ip", "-n", name, "addr", "add", f"192.0.2.{number}/24", "dev", "eth0")
-                _sh("ip", "-n", name, "link", "set", "eth0", "up")
-                _sh("ip", "-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
-        yield [
-            # ip netns exec mounts a /sys that shows the namespace's own interfaces
-            ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname host-{letter} && exec "$@"', "sh"]
-            for name, letter in zip(names, "ab", strict=True)
-        ]
+    with two_hosts() as prefixes:
+        yield prefixes
 
 
 def run_on(hosts: list[list[str]], data: Path, folder: Path, **changes: Any) -> list[subprocess.CompletedProcess[str]]:

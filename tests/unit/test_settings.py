@@ -93,6 +93,13 @@ def test_yaml_habits_are_understood() -> None:
     assert parse(tokensPerStep=4096.0).tokens_per_step == 4096
 
 
+def test_a_number_without_a_dot_is_one_inside_a_models_configuration_too(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("data: d\nmodel: {random: {model_type: qwen2, rms_norm_eps: 1e-6, name: 1e6x}}\n")
+    random = load(str(file), ["model.random.rope_theta=1E+6"]).model.random
+    assert random == {"model_type": "qwen2", "rms_norm_eps": 1e-6, "name": "1e6x", "rope_theta": 1e6}
+
+
 def test_set_overrides_the_file(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("data: d\nmodel: {random: tiny}\nsteps: 5\nwarmupSteps: 0\n")
