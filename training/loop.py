@@ -168,8 +168,20 @@ def _shared(loss: Tensor, norm: Tensor, waited: float, data_wait: float, world: 
     table[:, world.rank] = torch.tensor([waited, data_wait])
     shared = torch.cat([loss.reshape(1), table.flatten().to(loss.device)])
     dist.all_reduce(shared)
-    numbers = torch.cat([shared, whole.reshape(1).to(loss.dtype)]).tolist()
+    numbers = _numbers(torch.cat([shared, whole.reshape(1).to(loss.dtype)]))
     return numbers[0], numbers[-1], tuple(numbers[1 : 1 + world.size]), tuple(numbers[1 + world.size : -1])
+
+
+def _numbers(values: Tensor) -> list[float]:
+    """``values`` on the CPU. By way of pinned memory: in a copy to any other CUDA waits for the GPU with its locks held, and where the GPU hangs
+    nobody could ask it anything more (the watchdog, NCCL's record).
+    """
+    if values.device.type != "cuda":
+        return list(values.tolist())
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    torch.cuda.current_stream(values.device).synchronize()
+    return list(host.tolist())
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -171,9 +171,13 @@ class Watchdog(Idle):
         self._heard = time.monotonic()
         self._late_since: float | None = None
         self._over, self._ending, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        self._threads = [threading.Thread(target=work, name=f"watchdog-{name}", daemon=True) for name, work in (("judge", self._judge), ("mail", self._mail))]
-        for thread in self._threads[: 2 if self._store is not None else 1]:
-            thread.start()
+        works: dict[str, Callable[[], None]] = {"judge": self._judge}
+        if self._store is not None:
+            works["mail"] = self._mail
+        if world.device.type == "cuda":
+            works["count"] = self._count
+        for name, work in works.items():
+            threading.Thread(target=work, name=f"watchdog-{name}", daemon=True).start()
 
     # ---- what the main thread tells; no lock and no system call, for it is told each step
 
@@ -207,7 +211,6 @@ class Watchdog(Idle):
     def _judge(self) -> None:
         before: dict[int, Seen] | None = None
         while not self._over.wait(self.look):
-            self._count()
             now = time.monotonic()
             if self._flag is not None and len(self._table) == self.world.size:
                 self._end(json.loads(self._flag)["silent"])
@@ -227,19 +230,25 @@ class Watchdog(Idle):
                         self._raise = json.dumps({"silent": silent_ranks(before, after)})
                     before = after
 
+    # ---- the thread that asks the GPU; of its own, for CUDA lets it wait while the main thread is held in a copy from a GPU that hangs
+
     def _count(self) -> None:
         """Notes what the GPU has finished meanwhile."""
-        while self._queued:
-            done, event = self._queued[0]
-            try:
-                if not event.query():  # type: ignore[no-untyped-call]
-                    return
-                if self._last_event is not None:
-                    self._seconds.append(self._last_event.elapsed_time(event) / 1e3)
-            except RuntimeError:
-                return  # the GPU failed: the main thread will hear of it too
-            self._queued.popleft()
-            self._done, self._at, self._last_event = done, time.monotonic(), event
+        while not self._over.wait(self.look):
+            while self._queued and self._note(*self._queued[0]):
+                self._queued.popleft()
+
+    def _note(self, done: int, event: torch.cuda.Event) -> bool:
+        """Whether the step's end is reached; then it counts."""
+        try:
+            if not event.query():  # type: ignore[no-untyped-call]
+                return False
+            if self._last_event is not None:
+                self._seconds.append(self._last_event.elapsed_time(event) / 1e3)
+        except RuntimeError:
+            return False  # the GPU failed: the main thread will hear of it too
+        self._done, self._at, self._last_event = done, time.monotonic(), event
+        return True
 
     def _is_overdue(self) -> bool:
         most = limit(self._seconds, self.factor, self.floor)

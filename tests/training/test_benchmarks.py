@@ -24,15 +24,15 @@ def test_one_round_of_ours_and_of_what_others_would_run_ends_in_a_table_a_file_a
 
 
 def test_a_measurement_that_fails_is_shown_as_failed_and_not_left_out():
-    failed = speed.run(["benchmarks.peers", "fsdp2", "--model", "no-such-model"], 120)
+    failed = speed.run([sys.executable, "-m", "benchmarks.peers", "fsdp2", "--model", "no-such-model"], 120)
     assert "no-such-model" in failed["error"]
-    result = speed.summary("hf", "Trainer", [failed, {"tokensPerSecond": 10.0, "gib": 1.0}])
+    result = speed.summary("hf", "Trainer", 1, [failed, {"tokensPerSecond": 10.0, "gib": 1.0}])
     assert result["median"] == 10.0
-    assert "failed" in speed.table([speed.summary("ours", "Ours", [failed])])
+    assert "failed" in speed.table([speed.summary("ours", "Ours", 1, [failed])])
 
 
 def test_the_median_and_the_spread_are_those_of_the_rounds():
-    r = speed.summary("ours", "Ours", [{"tokensPerSecond": s, "gib": 2.0, "mfu": 0.5} for s in (90, 100, 120)])
+    r = speed.summary("ours", "Ours", 1, [{"tokensPerSecond": s, "gib": 2.0, "mfu": 0.5} for s in (90, 100, 120)])
     assert (r["median"], r["lowest"], r["highest"], r["mfu"]) == (100, 90, 120, 0.5)
 
 

@@ -7,6 +7,8 @@ import select
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.training.faulty import group, values
-from tests.training.test_job import train_workers
+from tests.training.test_job import ROOT, train_workers
 from training import job, schema, watchdog
 from training.errors import EXIT_TRAINING_FAILED
 from training.record import read_run
@@ -129,3 +131,29 @@ def test_under_ray_a_group_with_a_stopped_worker_is_started_again_from_the_last_
     assert (second["outcome"], second["startStep"]) == ("done", 10)
     assert select.select(stopped, [], [], 60)[0] == stopped, "the stopped worker must not be left behind"
     os.close(stopped[0])
+
+
+_HELD_BY_CUDA = """
+import dataclasses, sys, threading, torch
+from training import storage, watchdog
+from training.world import process_group
+
+class Event:
+    def __init__(self, reached): self.reached = reached
+    def query(self): return self.reached or threading.Event().wait()
+    def elapsed_time(self, other): return 1.0
+
+with process_group("cpu", 60) as world:
+    world = dataclasses.replace(world, device=torch.device("cuda"))
+    watch = watchdog.Watchdog(world, storage.place(sys.argv[1]), 1, 0, 10.0, 2.0, lambda text, done: print(text, flush=True))
+    watch._queued.extend((step, Event(step < 4)) for step in range(1, 5))
+    threading.Event().wait()
+"""
+
+
+def test_a_question_to_the_gpu_that_is_never_answered_does_not_hold_up_the_judgement(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _HELD_BY_CUDA, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == EXIT_TRAINING_FAILED, done.stdout + done.stderr
+    assert "the run hangs" in done.stdout
+    assert "at step 4" in done.stdout, "three steps were done"
+    assert "wait" in (tmp_path / "hang" / "attempt-1" / "rank-0.txt").read_text()
