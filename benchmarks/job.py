@@ -22,13 +22,10 @@ from typing import Any
 
 from benchmarks import alone
 from benchmarks.loader import make
-from training.flops import ModelShape, mfu
 from training.sizes import NAMED_SIZES
 
 BESIDE = 5
 """Steps between two lines of metrics."""
-PEAK = 989e12
-"""FLOP/s of a Hopper GPU in dense bf16 (NVIDIA's data sheet)."""
 
 
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -85,13 +82,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     counted = [line for line in lines if line["step"] > args.warm_up]
     speed = statistics.median(line["tokensPerSecondPerGpu"] for line in counted)
     whole = args.steps * args.rows * args.length / (written[last] - written[args.warm_up])
-    raw = {k: v for k, v in NAMED_SIZES[args.model].items() if k != "model_type"}
-    from transformers import AutoConfig
-
-    shape = ModelShape.of(AutoConfig.for_model(NAMED_SIZES[args.model]["model_type"], **raw).to_dict())
     return {
         "launcher": args.launcher, "workers": args.workers, "set": args.set, "tokensPerSecond": round(speed, 1), "whole": round(whole, 1),
-        "mfu": round(mfu(speed, shape, args.length, PEAK), 4), "gib": round(max(line.get("memoryGiB", 0.0) for line in lines), 1),
+        "mfu": round(statistics.median(line.get("mfu", 0.0) for line in counted), 4), "gib": round(max(line.get("memoryGiB", 0.0) for line in lines), 1),
         "start": round(written[min(written)] - began, 1), "lines": [round(line["tokensPerSecondPerGpu"]) for line in lines],
         "times": [round(at - written[args.warm_up], 2) for at in written.values()], "losses": [round(line["loss"], 4) for line in lines],
         "said": [text for text in said if not text.startswith("step")][:6],
