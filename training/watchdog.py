@@ -176,8 +176,9 @@ class Watchdog(Idle):
             works["mail"] = self._mail
         if world.device.type == "cuda":
             works["count"] = self._count
-        for name, work in works.items():
-            threading.Thread(target=work, name=f"watchdog-{name}", daemon=True).start()
+        self._threads = [threading.Thread(target=work, name=f"watchdog-{name}", daemon=True) for name, work in works.items()]
+        for thread in self._threads:
+            thread.start()
 
     # ---- what the main thread tells; no lock and no system call, for it is told each step
 
@@ -203,7 +204,13 @@ class Watchdog(Idle):
             if not self._ending.is_set():
                 self.doing = f"{OVER} ({type(error).__name__}: {error})" if error else OVER
                 self._over.set()
-                return
+        if self._over.is_set():
+            # A thread that comes back from c10d to an interpreter that has ended brings the process down with SIGABRT. None is in the store for
+            # longer than this, unless that is stopped.
+            deadline = time.monotonic() + STORE_PATIENCE
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            return
         time.sleep(2 * STACKS_PATIENCE + 2 * TELLING_PATIENCE)
 
     # ---- the thread that judges

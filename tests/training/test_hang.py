@@ -157,3 +157,31 @@ def test_a_question_to_the_gpu_that_is_never_answered_does_not_hold_up_the_judge
     assert "the run hangs" in done.stdout
     assert "at step 4" in done.stdout, "three steps were done"
     assert "wait" in (tmp_path / "hang" / "attempt-1" / "rank-0.txt").read_text()
+
+
+_SLOW_STORE = """
+import dataclasses, sys, threading
+from training import storage, watchdog
+from training.world import process_group
+
+class Slow:
+    def __init__(self, store): self.store = store
+    def __getattr__(self, name):
+        entered.set()
+        threading.Event().wait(0.2)
+        return getattr(self.store, name)
+
+entered, own = threading.Event(), watchdog._own_connection
+watchdog._own_connection = lambda: Slow(own())
+with process_group("cpu", 60) as world:
+    watch = watchdog.Watchdog(dataclasses.replace(world, size=2), storage.place(sys.argv[1]), 1, 0, 10.0, 2.0, print)
+    entered.wait()
+    watch.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("watchdog")]
+sys.exit(f"still there: {left}" if left else 4)
+"""
+
+
+def test_no_thread_of_a_closed_watch_is_left_in_the_store(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _SLOW_STORE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 4, f"it would abort the process at the interpreter's end: {done.stdout + done.stderr}"
