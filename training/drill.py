@@ -171,8 +171,9 @@ def _leg(settings: Settings, storage: Place, kind: str | None, at: int, seed: in
 @contextlib.contextmanager
 def _started(settings: Settings, file: Path, log: Path) -> Iterator[tuple[Nodes, subprocess.Popen[bytes]]]:
     """The job under way on Ray nodes of its own; both are gone afterwards."""
-    nodes = Nodes(settings.workers, settings.cpus_per_worker)
-    try:
+    with contextlib.ExitStack() as afterwards:
+        nodes = Nodes(settings.workers, settings.cpus_per_worker)
+        afterwards.callback(nodes.kill)
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "training.job", "--config", str(file), "--launcher", "ray"],
@@ -180,16 +181,9 @@ def _started(settings: Settings, file: Path, log: Path) -> Iterator[tuple[Nodes,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        try:
-            yield nodes, process
-        finally:
-            nodes.kill()
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    except BaseException:
-        nodes.kill()
-        raise
+        afterwards.enter_context(process)
+        afterwards.callback(process.kill)
+        yield nodes, process
 
 
 def _strike(kind: str, nodes: Nodes, folder: Place, dice: random.Random, away: float, tell: Callable[[str], None], over: Callable[[], bool]) -> None:

@@ -30,6 +30,18 @@ def size(group: dict[str, Any]) -> int:
     return int(group["scalingConfig"]["desiredSize"])
 
 
+def awaited(group: dict[str, Any], pending: list[dict[str, Any]]) -> bool:
+    """Whether one of these pods wants a node of the group: by labels that it alone has, or by its devices."""
+    own = labels(group)
+
+    def wants(pod: dict[str, Any]) -> bool:
+        selector = pod["spec"].get("nodeSelector") or {}
+        devices = any(GPU in (container.get("resources", {}).get("limits") or {}) for container in pod["spec"]["containers"])
+        return devices and all(own.get(key) == value for key, value in selector.items())
+
+    return any(wants(pod) for pod in pending)
+
+
 def instance_type(group: dict[str, Any]) -> str:
     # A capacity block's stands in the launch template alone.
     return str((group.get("instanceTypes") or ["unnamed"])[0])

@@ -14,7 +14,7 @@ import re
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,14 @@ def prepare(store: Store, folder: Path, output: str) -> None:
 class Hardware(threading.Thread):
     """While it runs, each finished node group gets its nodes, each plugin that runs on a node that node's devices, and each bucket its place in the store.
 
-    The first node of the Kubernetes is the system group's, the others are the GPU group's.
+    The first node of the Kubernetes is the system group's, the others are the GPU group's. A GPU group of no nodes gets them when a pod waits for
+    one, as Cluster Autoscaler would do; ``asked``: what ``look`` returned just before.
     """
 
-    def __init__(self, account: simulated.Account, store: Store, simulation: dict[str, Any]) -> None:
+    def __init__(self, account: simulated.Account, store: Store, simulation: dict[str, Any], look: Callable[[], str] = str) -> None:
         super().__init__(daemon=True)
-        self.account, self.store, self.simulation = account, store, simulation
+        self.account, self.store, self.simulation, self.look = account, store, simulation, look
+        self.asked: str | None = None
         self.before = {node["metadata"]["name"]: node for node in get("nodes")}
         self.joined: dict[str, dict[str, int]] = {}  # node -> the devices that it has
         self.started: set[tuple[str, str]] = set()  # (node, plugin)
@@ -169,7 +171,12 @@ class Hardware(threading.Thread):
         wanted = others if group.get("taints") else [first]
         if any(name in self.joined for name in wanted):
             return
-        assert nodes.size(group) == len(wanted), f"{group['nodeGroupName']} wants {nodes.size(group)} nodes, and there are {len(wanted)} for it"
+        if nodes.size(group) == 0:
+            if not nodes.awaited(group, get("pods", "--all-namespaces", "--field-selector", "status.phase=Pending")):
+                return
+            self.asked = self.look()
+        else:
+            assert nodes.size(group) == len(wanted), f"{group['nodeGroupName']} wants {nodes.size(group)} nodes, and there are {len(wanted)} for it"
         look = {"metadata": {"labels": nodes.labels(group)}, "spec": {"taints": nodes.taints(group)}}
         having = nodes.devices(self.account, group, self.simulation)
         for name in wanted:

@@ -105,10 +105,10 @@ class Stack:
         return f"ray-train-efa-{self.name}"
 
     def train(self, steps: int, **changes: Any) -> None:
-        """Makes the stack file say this job."""
+        """Makes the stack file say this job; on the data of :meth:`prepare_data`, unless it prepares its own."""
         self.settings["training"] = {
             "run": True,
-            "data": "/storage/data",
+            **({} if "prepare" in changes else {"data": "/storage/data"}),
             "model": {"random": "tiny"},
             "steps": steps,
             "warmupSteps": 5,
@@ -291,4 +291,4 @@ class Stack:
     def clean_up(self) -> None:
         self.destroy()
         if self.prepared:
-            self.on_node(f"{self.name}-clean", "rm -rf /storage/data /storage/runs")
+            self.on_node(f"{self.name}-clean", "rm -rf /storage/*")

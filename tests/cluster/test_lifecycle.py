@@ -78,14 +78,19 @@ def test_a_wrong_token_is_refused_inside_the_fence_too(stack: Stack) -> None:
     assert in_worker(stack, ASK, head_address(stack)).split() == ["401", "403", "200"]
 
 
-def test_other_settings_are_a_new_job_on_the_same_pods(stack: Stack) -> None:
+def test_other_settings_are_a_new_job_on_the_same_pods_which_may_prepare_its_own_data(stack: Stack) -> None:
     before = {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in stack.pods(kind)}
     old = stack.job()["metadata"]["name"]
-    stack.train(steps=3000, learningRate=0.001, logEvery=10)
+    # The folder of Python's json, by way of the one that all pods see.
+    stack.on_node(f"{stack.name}-text", "cp -r $(python -c 'import json; print(*json.__path__)') /storage/text")
+    text = {"sources": ["/storage/text"], "tokenizer": "train:400", "sequenceLength": 64, "evalFraction": 0.1}
+    stack.train(steps=3000, learningRate=0.001, logEvery=10, prepare=text)
     stack.up()
     assert stack.job()["metadata"]["name"] != old
     assert {pod["metadata"]["uid"] for kind in ("head", "worker") for pod in stack.pods(kind)} == before
-    stack.wait_for("the new job's start", lambda: stack.job().get("status", {}).get("jobStatus") == "RUNNING")
+    log: str = stack.wait_for("the new job's first steps", lambda: (said := stack.log()) and re.search(r"step +\d+/3000", said) and said)
+    assert re.search(r"^prepared /storage/\S+: [\d,]+ train rows", log, re.M), f"it trains on data that it did not prepare\n{log}"
+    assert stack.job()["status"]["jobStatus"] == "RUNNING"
 
 
 @pytest.mark.skipif(not OTHER_IMAGE, reason="CLUSTER_OTHER_IMAGE names no second image")
