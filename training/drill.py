@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from training import faults, job, schema, worker
+from training import checks, faults, job, schema
 from training.errors import EXIT_DONE, EXIT_TRAINING_FAILED, BadInput, JobError, TrainingFailed
 from training.faults import HEAD, NOTICE, STORAGE, WORKER, Toll
 from training.prepare import prepare
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raw = schema.as_mapping(example(Path(arguments.folder).absolute(), say))
             settings = schema.parse(Settings, schema.apply_overrides(raw, arguments.set), "--set")
         settings = job.absolute(settings)
-        worker.check(settings)
+        checks.check(settings)
         tolls = drill(settings, kinds, arguments.seed, arguments.away, say)
     except JobError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201

@@ -30,13 +30,14 @@ def run(settings: Settings, launcher: str = "auto", say: Callable[[str], None] =
 
     launcher: ray, process (this process alone), torchrun, or auto (torchrun where RANK is set, else ray).
     """
-    from training import worker  # torch and transformers take seconds to import; a mistyped setting should not wait for them
+
+    from training import checks  # torch and transformers take seconds to import; a mistyped setting should not wait for them
 
     settings = absolute(settings)
     if launcher == "auto":
         launcher = "torchrun" if "RANK" in os.environ else "ray"
-    job = worker.check(settings)
-    worker.check_tokenizer(job)
+    job = checks.check(settings)
+    checks.check_tokenizer(job)
     try:
         if launcher == "ray":
             from training import launch_ray

@@ -13,7 +13,7 @@ import torch
 from benchmarks.elastic import Nodes, Run, paced
 from tests.training.ranks import run_ranks
 from tests.training.test_job import losses, settings, start
-from training import plan, worker
+from training import layout, plan, worker
 from training.errors import BadInput, TransportNotProven
 from training.record import read_run
 from training.storage import place
@@ -134,7 +134,7 @@ def test_fewer_workers_than_the_model_fits_are_refused_before_the_first_step(dat
     pieces = types.SimpleNamespace(fp8=False, blocks="fast")
     eight = World(0, 8, 0, 4, ("a", "b"), torch.device("cpu"))
     with pytest.raises(BadInput, match=r"minWorkers = 1 is too few: 1.54 B parameters don't fit 1 x NVIDIA L4.* Raise minWorkers"):
-        worker._choose(job, eight, pieces, lambda _: None)  # type: ignore[arg-type]
+        layout.choose(job, eight, pieces, lambda _: None)  # type: ignore[arg-type]
 
 
 def test_on_one_host_an_elastic_run_has_no_network_to_prove_and_says_so(data: Path, tmp_path: Path) -> None:

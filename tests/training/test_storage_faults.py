@@ -27,7 +27,7 @@ from tests.training.proxy import EXPIRED, SLOW_DOWN, Credentials, Fault, Proxy, 
 from tests.training.ranks import collect, free_port, run_ranks, start_ranks
 from tests.training.test_job import ROOT, settings, start
 from tests.training.tiny import Case, build
-from training import checkpoint, dcp, record, schema, storage, worker
+from training import checkpoint, checks, dcp, record, schema, storage
 from training.errors import BadInput
 from training.record import read_run
 from training.storage import place
@@ -101,14 +101,14 @@ def test_a_restart_waits_for_a_store_that_is_away_and_a_first_start_does_not(dat
     with Proxy(server) as proxy:
         job = settings(data, Path("unused"), storage=proxy.uri(f"bucket/{tmp_path.name}"))
         (place(job.storage) / "r").make_folder()
-        worker.check(job)
+        checks.check(job)
         proxy.fault = lambda request: Fault(refusal=SLOW_DOWN) if len(said) < 2 else None
-        assert worker._check_again(job, said.append).run == "r"
+        assert checks.check_again(job, said.append).run == "r"
         proxy.fault = lambda request: Fault(refusal=SLOW_DOWN)
         with pytest.raises(BadInput, match="can't be read"):
-            worker.check(job)
+            checks.check(job)
         with pytest.raises(BadInput, match="can't be read"):
-            worker._check_again(dataclasses.replace(job, storage_patience=0), said.append)
+            checks.check_again(dataclasses.replace(job, storage_patience=0), said.append)
     assert len(said) == 2
     assert "storage does not answer" in said[0]
     assert "is asked again for" in said[0]
