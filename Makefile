@@ -22,7 +22,7 @@ test-training: .venv/test-ready
 	$(T) -m ruff check .
 	$(T) -m ruff format --check .
 	$(T) -m mypy training benchmarks
-	$(T) -m pytest tests/unit tests/transport tests/fast tests/gpu tests/training
+	$(T) -m pytest -n 2 --dist worksteal tests/unit tests/transport tests/fast tests/gpu tests/training
 
 # The Pulumi program: types, and what it would create.
 test-program: .venv-pulumi/test-ready

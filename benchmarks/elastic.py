@@ -6,6 +6,7 @@ project's own part of the gap; that a cloud takes minutes to start a machine is 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -171,6 +172,7 @@ def _gap(run: Run, what: str, begun: float, seen: str | None) -> str:
 
 def main() -> int:
     """Prints a line for each change."""
+    argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__).parse_args()
     from training import schema
     from training.prepare import prepare
     from training.prepare_settings import PrepareSettings

@@ -15,6 +15,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -51,10 +52,12 @@ class Nodes:
             free.bind(("", 0))
             self.port = free.getsockname()[1]
         self.cpus, self.mark, self.count = cpus, secrets.token_hex(8), 0
+        # Of its own: in the usual one the head's address would stay when it is killed, and every later Ray on this machine would ask for it.
+        self.folder = tempfile.mkdtemp(prefix="drill-ray-")
         self.environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
         self.environment.pop("RAY_ADDRESS", None)
         try:
-            self._start("--head", f"--port={self.port}", "--num-cpus=0", "--include-dashboard=false")
+            self._start("--head", f"--port={self.port}", f"--temp-dir={self.folder}", "--num-cpus=0", "--include-dashboard=false")
             self.environment["RAY_ADDRESS"] = f"{_own_address()}:{self.port}"
             for _ in range(workers):
                 self.add()
@@ -103,6 +106,8 @@ class Nodes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_SECONDS)
+        if node is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _own_address() -> str:
