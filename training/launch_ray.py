@@ -335,8 +335,11 @@ def _failure(failures: Mapping[int, BaseException], settings: Settings) -> Train
 
 
 def _one_line(error: BaseException) -> str:
-    cause = getattr(error, "cause", None)
-    shown = cause if isinstance(cause, BaseException) else error
+    """The first line of what happened, and not of Ray's errors around it, which begin with what they are."""
+    shown = error
+    for around in ("controller_failure", "cause"):
+        inside = getattr(shown, around, None)
+        shown = inside if isinstance(inside, BaseException) else shown
     lines = [line for line in str(shown).splitlines() if line.strip()]
     text = lines[0] if lines else type(shown).__name__
     return text if len(text) <= 300 else text[:297] + "..."

@@ -168,6 +168,17 @@ def test_the_command_line_prints_the_sentence_and_no_traceback(tmp_path: Path) -
     assert "did you mean steps?" in bad.stderr
 
 
+def test_what_stops_rays_controller_is_told_and_not_only_that_it_stopped() -> None:
+    import ray
+    from ray.train import ControllerError
+
+    from training import launch_ray
+
+    inner = ray.exceptions.RayTaskError("setup", "Traceback of many lines", ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"))
+    error = ControllerError(inner.as_instanceof_cause())
+    assert launch_ray._one_line(error) == "ProcessGroupNCCL is only supported with GPUs, no GPUs found!", f"{error}"
+
+
 def test_an_unforeseen_error_is_one_sentence_even_where_its_trace_can_not_be_kept(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from training import worker
 
