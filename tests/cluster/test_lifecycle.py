@@ -83,7 +83,7 @@ def test_other_settings_are_a_new_job_on_the_same_pods_which_may_prepare_its_own
     old = stack.job()["metadata"]["name"]
     # The folder of Python's json, by way of the one that all pods see.
     stack.on_node(f"{stack.name}-text", "cp -r $(python -c 'import json; print(*json.__path__)') /storage/text")
-    text = {"sources": ["/storage/text"], "tokenizer": "train:400", "sequenceLength": 64, "evalFraction": 0.1}
+    text = {"sources": ["/storage/text"], "tokenizer": "train:400", "sequenceLength": 64, "evalFraction": 0}
     stack.train(steps=3000, learningRate=0.001, logEvery=10, prepare=text)
     stack.up()
     assert stack.job()["metadata"]["name"] != old
