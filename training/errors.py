@@ -30,6 +30,10 @@ class TrainingFailed(JobError):
     exit_code = EXIT_TRAINING_FAILED
 
 
+class OneRankFailed(TrainingFailed):
+    """What one rank of several met and the others know nothing of: they end because its process does, and not with it."""
+
+
 class TransportNotProven(JobError):
     """The run's network is not the one that was asked for, or can't be proved to be."""
 

@@ -28,7 +28,16 @@ from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from training import schema, worker
-from training.errors import EXIT_BAD_INPUT, EXIT_TRAINING_FAILED, EXIT_TRANSPORT_NOT_PROVEN, BadInput, JobError, TrainingFailed, TransportNotProven
+from training.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_TRAINING_FAILED,
+    EXIT_TRANSPORT_NOT_PROVEN,
+    BadInput,
+    JobError,
+    OneRankFailed,
+    TrainingFailed,
+    TransportNotProven,
+)
 from training.notice import Notice
 from training.settings import Settings
 from training.world import backend, look_around
@@ -211,6 +220,8 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     try:
         return {"summary": worker.run_rank(settings, world, hooks)}
+    except OneRankFailed:  # the others wait for this rank, and Ray ends them where one raises
+        raise
     except JobError as error:
         # Returned and not raised: what a person must mend would only fail again in Ray's restarts.
         return {"error": {"exit_code": error.exit_code, "text": str(error)}}

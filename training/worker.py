@@ -9,16 +9,16 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from training import checkpoint, checks, divergence, layout, loop, model, parallel, plan, room, schema, stragglers, watchdog
 from training.checks import Checked
-from training.data import Batches, eval_batches
+from training.data import Batches, MicroBatch, Step, eval_batches
 from training.divergence import Diverged
-from training.errors import JobError, Terminated, TrainingFailed
+from training.errors import JobError, OneRankFailed, Terminated, TrainingFailed
 from training.export import export
 from training.fast.attention import preferred_kernels
 from training.fast.choose import Pieces
@@ -30,6 +30,8 @@ from training.record import RunRecord, StepMetrics, fail_for, now, open_run
 from training.settings import Settings
 from training.storage import place
 from training.world import World
+
+Rows = TypeVar("Rows", Step, MicroBatch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Hooks:
 def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     """One rank's whole run. Returns a summary of plain data: run, folder, step, loss, evalLoss, perplexity, tokensPerSecond, resumedFrom.
 
-    A collective: every rank calls it with the same settings. Raises JobError on all ranks alike, or anything else on one.
+    A collective: every rank calls it with the same settings. Raises JobError on all ranks alike; OneRankFailed, or anything else, on one.
     """
     say = hooks.say if world.is_main else _silent
     job = world.together(lambda: checks.check_again(settings, say))
@@ -207,7 +209,7 @@ class _Run:
             loop.train(
                 self.net,
                 self.optimizer,
-                batches,
+                self.read(batches),
                 settings,
                 world,
                 last_step=job.last_step,
@@ -218,6 +220,15 @@ class _Run:
                 watch=self.hang,
                 spikes=spikes,
             )
+
+    def read(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+        """``batches``. A row that can't be read is one rank's alone: the others wait for it in a collective, and nothing more can be done together."""
+        try:
+            yield from batches
+        except JobError as error:
+            if self.world.size == 1:
+                raise
+            raise OneRankFailed(f"{error}") from error
 
     def on_line(self, line: StepMetrics) -> None:
         """A line of metrics: to the record, the launcher and the person."""
@@ -262,7 +273,7 @@ class _Run:
         """The held-out loss after step ``done``, to the record and the person."""
         job, world = self.job, self.world
         batches = eval_batches(job.data, self.eval_rows, self.choice.micro_batch, world.size, world.rank, self.settings.document_mask)
-        loss = loop.evaluate(self.net, batches, self.settings, world)
+        loss = loop.evaluate(self.net, self.read(batches), self.settings, world)
         self.latest.update(evalLoss=loss, perplexity=math.exp(min(loss, 700.0)))
         self.keep(lambda record: record.log_evaluation(done, loss))
         self.say(f"step {done}: held-out loss {loss:.4f}, perplexity {self.latest['perplexity']:.2f}")
@@ -350,7 +361,7 @@ class _Run:
     def failed(self, raised: Exception) -> None:
         """Closes the record and raises what was raised, or what it means."""
         error = self.network.explain(raised)
-        if isinstance(raised, JobError):  # on all ranks alike: the last good checkpoint may still be on its way
+        if isinstance(raised, JobError) and not isinstance(raised, OneRankFailed):  # on all ranks alike: the last good checkpoint may still be on its way
             with contextlib.suppress(TrainingFailed):
                 self.checkpoints.wait()
         if self.record is not None:

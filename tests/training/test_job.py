@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from training import job, schema
+from training.data import open_data, rows_of_step
 from training.divergence import Diverged
 from training.errors import JobError
 from training.record import read_run
@@ -166,6 +168,20 @@ def test_the_command_line_prints_the_sentence_and_no_traceback(tmp_path: Path) -
     bad = subprocess.run([sys.executable, "-m", "training.job", "--set", "step=5"], cwd=ROOT, capture_output=True, text=True)
     assert bad.returncode == 2
     assert "did you mean steps?" in bad.stderr
+
+
+def test_a_row_that_one_rank_alone_can_not_read_ends_the_others_too_under_ray(data: Path, tmp_path: Path) -> None:
+    spoilt = shutil.copytree(data, tmp_path / "spoilt")
+    # The second row of step 4: rank 1 of two reads it.
+    row = int(rows_of_step(open_data(str(data)).rows("train"), 3, 8, 0)[1])
+    with (spoilt / "train-00000.bin").open("r+b") as shard:
+        shard.seek((row * 32 + 16) * 2)
+        shard.write(b"\xff\xff")
+    with pytest.raises(JobError, match=r"worker 1 failed: .*it holds token 65,535") as error:
+        # Nothing else than its error would end the run here for ten minutes.
+        start(spoilt, tmp_path, "ray", workers=2, hangFactor=0, evalRows=0, export=False, maxFailures=0)
+    assert error.value.exit_code == 3
+    assert "start the same command again" in str(error.value)
 
 
 def test_what_stops_rays_controller_is_told_and_not_only_that_it_stopped() -> None:
