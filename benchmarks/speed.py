@@ -121,20 +121,34 @@ def draw(document: dict[str, Any], target: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot
 
-    results = [r for r in document["results"] if "median" in r and r["gpus"] == 1]
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(results) + 1.2), layout="constrained")
-    names, speeds = [r["what"] for r in results], [r["median"] for r in results]
-    errors = [[r["median"] - r["lowest"] for r in results], [r["highest"] - r["median"] for r in results]]
-    colours = ["#2a6f97" if r["name"].startswith("ours") else "#a9b4c2" for r in results]
-    bars = axes.barh(names, speeds, xerr=errors, color=colours, error_kw={"linewidth": 1})
-    axes.bar_label(bars, labels=[f"{s:,.0f}" for s in speeds], padding=6)
+    results = [r for r in document["results"] if "median" in r]
+    counts, names = sorted({r["gpus"] for r in results}), list(dict.fromkeys(r["what"] for r in results))
+    thick = 0.8 / len(counts)
+    figure, axes = pyplot.subplots(figsize=(8, (0.25 + 0.25 * len(counts)) * len(names) + 1.2), layout="constrained")
+    for number, gpus in enumerate(counts):
+        shown = [r for r in results if r["gpus"] == gpus]
+        at = [names.index(r["what"]) + (number - (len(counts) - 1) / 2) * thick for r in shown]
+        errors = [[r["median"] - r["lowest"] for r in shown], [r["highest"] - r["median"] for r in shown]]
+        colours = ["#2a6f97" if r["name"].startswith("ours") else "#a9b4c2" for r in shown]
+        hatch = "///" if number else None
+        bars = axes.barh(
+            at, [r["median"] for r in shown], thick, xerr=errors, color=colours, edgecolor="white", hatch=hatch, error_kw={"linewidth": 1}, label=_gpus(gpus)
+        )
+        axes.bar_label(bars, labels=[f"{r['median']:,.0f}" for r in shown], padding=6, fontsize=9)
+    if len(counts) > 1:
+        figure.legend(loc="outside lower right", ncols=len(counts), frameon=False, fontsize=9)
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(speeds) * 1.15)
+    axes.set_xlim(0, max(r["median"] for r in results) * 1.15)
     axes.set_xlabel("tokens/s a GPU")
     axes.set_title(document["title"], loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(target)
     pyplot.close(figure)
+
+
+def _gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs at once"
 
 
 def card(gpus: Sequence[int]) -> str:
