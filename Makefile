@@ -3,7 +3,7 @@ PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-training test-program test-aws-sim test-cluster test-chain clean
+.PHONY: demo test test-training test-faults test-program test-aws-sim test-cluster test-chain test-on-demand clean
 
 # Two environments: torch's gigabytes have no place where `pulumi up` runs.
 T := .venv/bin/python
@@ -14,7 +14,7 @@ demo: .venv/demo-ready
 
 # Side by side, for each leaves a part of two cores idle. What each has to say comes when it is done.
 test:
-	@echo "Installing and testing both halves side by side: 15 to 20 minutes on two cores the first time; each shows its output at its end"
+	@echo "Installing and testing both halves side by side: a quarter of an hour on two cores, 20 minutes the first time; each shows its output at its end"
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-program test-training
 
 # The training package: style, types, and its tests with real processes.
@@ -23,6 +23,10 @@ test-training: .venv/test-ready
 	$(T) -m ruff format --check .
 	$(T) -m mypy training benchmarks
 	$(T) -m pytest -n 2 --dist worksteal tests/unit tests/transport tests/fast tests/gpu tests/training
+
+# Lost, drained and new Ray nodes, stopped workers, the drill: minutes each, with real processes on this machine.
+test-faults: .venv/test-ready
+	$(T) -m pytest -m soak $(addprefix tests/training/test_,elastic.py drill.py hang.py job.py storage_faults.py transport_of_a_job.py)
 
 # The Pulumi program: types, and what it would create.
 test-program: .venv-pulumi/test-ready
@@ -42,6 +46,10 @@ test-cluster: .venv-pulumi/test-ready
 # Both at once, on one machine: the program for AWS from VPC to a finished job. What test-cluster is told, and LAB.
 test-chain: .venv-pulumi/test-ready .venv/test-ready
 	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest tests/chain
+
+# The same where GPU nodes come on demand, after the data is prepared.
+test-on-demand: .venv-pulumi/test-ready .venv/test-ready
+	AWS_SIM_LAB=$(abspath $(LAB)) $(P) -m pytest -m soak tests/chain
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say which with make PYTHON=...") if sys.version_info < (3, 11) else None'

@@ -101,6 +101,7 @@ def _slow_evaluation_and_record(world: World) -> None:
     loop.evaluate, RunRecord.log = slow_evaluation, slow_log  # type: ignore[assignment, method-assign]
 
 
+@pytest.mark.soak
 def test_an_evaluation_or_a_slow_record_is_no_hang_however_long_it_takes(data: Path, tmp_path: Path) -> None:
     settings = values(data, tmp_path, steps=12, evalRows=8, hangFloor=8, hangFactor=0.001)
     with group(2, settings, _slow_evaluation_and_record) as run:

@@ -280,6 +280,7 @@ def test_a_worker_killed_half_way_costs_only_the_steps_since_the_last_checkpoint
     assert run["outcome"] == "done"
 
 
+@pytest.mark.soak
 def test_a_worker_lost_too_often_ends_with_exit_3_and_the_next_start_goes_on(
     data: Path, tmp_path: Path, undisturbed: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_one_host_is_told_so_and_judged_again_at_each_start(data: Path, tmp_path
     assert any("one host" in reason["saw"] for reason in reasons), reasons
 
 
+@pytest.mark.soak
 def test_a_refused_network_is_not_tried_again_under_ray(data: Path, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(TransportNotProven):
