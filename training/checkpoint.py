@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
-from training.dcp import BLOCK, Damaged, Reader, Sums, Writer
+from training.dcp import BLOCK, Damaged, Reader, Stager, Sums, Writer
 from training.errors import TrainingFailed
 from training.storage import FIRST_PAUSE, LONGEST_PAUSE, Place, patiently
 from training.world import World
@@ -131,9 +130,7 @@ class Checkpointer:
         self.patience, self.say, self.clock = patience, say, clock
         # A group of its own: in the background its collectives would mix with those of training.
         self.group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD)
-        # Kept from one checkpoint to the next, and pinned on GPUs: training stands still for a copy at the bus's speed, and memory is asked for once.
-        pinned = world.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned))
+        self._stager = Stager(pin_memory=world.device.type == "cuda")
         self.pending: _Pending | None = None
         self.last_step: int | None = None
         """The step of the newest checkpoint that is known to be whole."""
@@ -180,7 +177,7 @@ class Checkpointer:
         writer = Writer(folder, commit)
         state = _state(model, optimizer, self.world)
         if self.asynchronous:
-            staged: Any = self._stager.stage(state)
+            staged = self._stager.copy(state)
             self.pending = _Pending(step, writer, _in_background(lambda: self._write(step, staged, writer)), self.clock())
             return
         try:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training.ranks import collect, run_ranks, start_ranks
 from tests.training.test_numerics import assert_same
 from tests.training.tiny import Case, build, reference, train
-from training import checkpoint
+from training import checkpoint, dcp
 from training.storage import place
 from training.world import World
 
@@ -49,6 +50,21 @@ def test_a_background_checkpoint_is_as_good_as_one_in_the_foreground(tmp_path: P
     assert names(tmp_path) == ["step-00000001.1", "step-00000002.1"]
     resumed = run_ranks(2, train, dataclasses.replace(case, resume=True, attempt=2, save_at=()))[0]
     assert_same(resumed, reference(case)[2:])
+
+
+def test_the_copy_that_is_written_in_the_background_is_made_in_the_same_memory_each_time() -> None:
+    state = {"model": {"w": torch.randn(3, 4)[1:], "empty": torch.empty(0)}, "step": torch.tensor(3.0), "name": "r"}
+    stager = dcp.Stager()
+    first = stager.copy(state)
+    where = first["model"]["w"].data_ptr()
+    assert torch.equal(first["model"]["w"], state["model"]["w"])
+    assert where != state["model"]["w"].data_ptr(), "training goes on in the original"
+    state["model"]["w"].add_(1)
+    state["step"].add_(1)
+    second = stager.copy(state)
+    assert second["model"]["w"].data_ptr() == where, "memory that is asked for anew costs more time than the copy"
+    assert torch.equal(second["model"]["w"], state["model"]["w"])
+    assert (second["step"], second["name"]) == (4, "r")
 
 
 @pytest.mark.parametrize("harm", ["marker gone", "file gone", "file short", "marker damaged"])
