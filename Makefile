@@ -26,7 +26,7 @@ test-training: .venv/test-ready
 
 # Lost, drained and new Ray nodes, stopped workers, the drill: minutes each, with real processes on this machine.
 test-faults: .venv/test-ready
-	$(T) -m pytest -m soak $(addprefix tests/training/test_,elastic.py drill.py hang.py job.py storage_faults.py transport_of_a_job.py)
+	$(T) -m pytest -n 3 --dist loadfile -m soak $(addprefix tests/training/test_,elastic.py drill.py hang.py job.py storage_faults.py transport_of_a_job.py)
 
 # The Pulumi program: types, and what it would create.
 test-program: .venv-pulumi/test-ready
