@@ -14,7 +14,7 @@ demo: .venv/demo-ready
 
 # Side by side, for each leaves a part of two cores idle. What each has to say comes when it is done.
 test:
-	@echo "Installing and testing both halves side by side: a quarter of an hour on two cores, 20 minutes the first time; each shows its output at its end"
+	@echo "Installing and testing both halves side by side: 12 minutes on two cores, 20 the first time; each shows its output at its end"
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-program test-training
 
 # The training package: style, types, and its tests with real processes.

@@ -30,7 +30,6 @@ def run(settings: Settings, launcher: str = "auto", say: Callable[[str], None] =
 
     launcher: ray, process (this process alone), torchrun, or auto (torchrun where RANK is set, else ray).
     """
-
     from training import checks  # torch and transformers take seconds to import; a mistyped setting should not wait for them
 
     settings = absolute(settings)

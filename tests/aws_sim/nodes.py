@@ -31,13 +31,13 @@ def size(group: dict[str, Any]) -> int:
 
 
 def awaited(group: dict[str, Any], pending: list[dict[str, Any]]) -> bool:
-    """Whether one of these pods wants a node of the group: by labels that it alone has, or by its devices."""
+    """Whether one of these pods wants GPUs on a node with the group's labels."""
     own = labels(group)
 
     def wants(pod: dict[str, Any]) -> bool:
         selector = pod["spec"].get("nodeSelector") or {}
-        devices = any(GPU in (container.get("resources", {}).get("limits") or {}) for container in pod["spec"]["containers"])
-        return devices and all(own.get(key) == value for key, value in selector.items())
+        gpus = any(GPU in (container.get("resources", {}).get("limits") or {}) for container in pod["spec"]["containers"])
+        return gpus and all(own.get(key) == value for key, value in selector.items())
 
     return any(wants(pod) for pod in pending)
 

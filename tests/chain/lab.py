@@ -122,13 +122,13 @@ class Hardware(threading.Thread):
     """While it runs, each finished node group gets its nodes, each plugin that runs on a node that node's devices, and each bucket its place in the store.
 
     The first node of the Kubernetes is the system group's, the others are the GPU group's. A GPU group of no nodes gets them when a pod waits for
-    one, as Cluster Autoscaler would do; ``asked``: what ``look`` returned just before.
+    one, as Cluster Autoscaler would do; ``said_before`` is what ``log`` returned just then.
     """
 
-    def __init__(self, account: simulated.Account, store: Store, simulation: dict[str, Any], look: Callable[[], str] = str) -> None:
+    def __init__(self, account: simulated.Account, store: Store, simulation: dict[str, Any], log: Callable[[], str] = str) -> None:
         super().__init__(daemon=True)
-        self.account, self.store, self.simulation, self.look = account, store, simulation, look
-        self.asked: str | None = None
+        self.account, self.store, self.simulation, self.log = account, store, simulation, log
+        self.said_before: str | None = None
         self.before = {node["metadata"]["name"]: node for node in get("nodes")}
         self.joined: dict[str, dict[str, int]] = {}  # node -> the devices that it has
         self.started: set[tuple[str, str]] = set()  # (node, plugin)
@@ -174,7 +174,7 @@ class Hardware(threading.Thread):
         if nodes.size(group) == 0:
             if not nodes.awaited(group, get("pods", "--all-namespaces", "--field-selector", "status.phase=Pending")):
                 return
-            self.asked = self.look()
+            self.said_before = self.log()
         else:
             assert nodes.size(group) == len(wanted), f"{group['nodeGroupName']} wants {nodes.size(group)} nodes, and there are {len(wanted)} for it"
         look = {"metadata": {"labels": nodes.labels(group)}, "spec": {"taints": nodes.taints(group)}}

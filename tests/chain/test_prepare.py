@@ -1,4 +1,4 @@
-"""Data is prepared by a job of a stack whose GPU nodes come on demand: none of them comes before the data is there. By hand: pytest -m soak tests/chain."""
+"""Data is prepared by a job of a stack whose GPU nodes come on demand: none of them comes before the data is there: make test-on-demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.chain.test_chain import LIMIT_SECONDS, NAMESPACE, SIMULATION, STACK, 
 
 pytestmark = [pytest.mark.chain, pytest.mark.soak]
 
-# What the lab's image has on a node, and no chart that could be fetched: the test's own hands do what Cluster Autoscaler would do.
+# In the place of Cluster Autoscaler's chart, whose image is nowhere here: Hardware does its work.
 CHART = {"Chart.yaml": "apiVersion: v2\nname: cluster-autoscaler\nversion: 1.0.0\n", "templates/none.yaml": ""}
 
 
@@ -54,14 +54,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         }
         account.write(wanted)
         account.init()
-        with Hardware(account, s3, SIMULATION, look=said) as hardware:
+        with Hardware(account, s3, SIMULATION, log=said) as hardware:
             try:
                 account.up(simulation=SIMULATION, limit=LIMIT_SECONDS)
                 job = ended()
                 log = said()
             finally:
                 account.destroy(simulation=SIMULATION, limit=LIMIT_SECONDS)
-    return Prepared(hardware.asked, log, job["status"], ours())
+    return Prepared(hardware.said_before, log, job["status"], ours())
 
 
 def test_no_gpu_node_comes_before_the_data_is_prepared(prepared: Prepared) -> None:

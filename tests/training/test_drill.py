@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_a_worker_is_killed_and_the_drill_says_what_that_cost(data: Path, tmp_pa
     assert toll.steps_lost == first["endStep"] - second["startStep"]
     assert second["startStep"] >= 8, "it went on from a checkpoint"
     assert left_behind() == before, "no process of the drill outlives it"
+    assert not list(Path(tempfile.gettempdir()).glob("drill-ray-*")), "nor does the folder of its Ray, where the address of a dead head would be found"
 
 
 def test_what_can_not_be_drilled_is_refused_before_anything_starts(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
