@@ -53,7 +53,7 @@ def variants(model: str, length: int, ours: int, theirs: int) -> list[Variant]:
         job("ours fp8", "this project, fp8", "precision=fp8"),
         peer("sample", "AWS's public sample: Ray Train, FSDP1", theirs),
         peer("hf", "Hugging Face Trainer", theirs),
-        peer("hf_liger", "Hugging Face Trainer with Liger kernels", theirs),
+        peer("hf_liger", "Hugging Face Trainer with Liger kernels", ours),
         peer("fsdp2", "plain FSDP2 loop", theirs),
         peer("fsdp2_tuned", "FSDP2, compiled blocks, Liger's loss", ours, "--no-reshard"),
     ]

@@ -141,6 +141,17 @@ class Checkpointer:
         self._begun: tuple[int, Mapping[str, Any]] = (0, {})
         self._notes: list[str] = []  # of rank 0, from the background
 
+    def reserve(self, model: Any) -> None:
+        """Begins to ask for the memory of background checkpoints: this rank's weights and AdamW's two moments. Not a collective."""
+        if self.asynchronous:
+            shards = [p.to_local() for p in model.parameters()]
+            weights = [shard.untyped_storage().nbytes() for shard in shards]
+            self._stager.reserve([*weights, *(2 * [shard.nbytes for shard in shards])])
+
+    def close(self) -> None:
+        """Gives the memory of background checkpoints back; one that is on its way keeps its own. Not a collective."""
+        self._stager.close()
+
     def is_due(self, regular: bool) -> bool:
         """Whether :meth:`save` should be called now: ``regular`` (its step has come), or one is owed and its time has come.
 

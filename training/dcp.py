@@ -199,16 +199,57 @@ class Stager(StateDictStager):
     torch's own pins by registering each tensor's memory by itself, small ones in the same page too; here it comes pinned from CUDA's host allocator.
     """
 
+    def __init__(self, pin_memory: bool = False) -> None:
+        super().__init__(pin_memory=pin_memory)
+        self._reserved: dict[int, list[torch.UntypedStorage]] = {}
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Begins to ask, in the background, for memory for storages of ``sizes`` (bytes): pinning takes half a second a gigabyte, and the first copy would
+        wait for it."""
+        device = torch.cuda.current_device() if self.pin_memory else None
+
+        def work() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread's own: on GPU 0 it would make a context, and take its memory
+            with contextlib.suppress(RuntimeError):  # too little memory: copy() asks again, and tells of it
+                for size in sorted(sizes, reverse=True):
+                    if self._closing.is_set():
+                        return
+                    self._reserved.setdefault(size, []).append(self._new(size))
+
+        self._thread = threading.Thread(target=work, name="checkpoint memory", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Forgets its memory; the last copy keeps its own. Returns when none is asked for any more: a thread that comes back from C++ after Python's end
+        would end the process."""
+        self._closing.set()
+        self._settle()
+        self._reserved.clear()
+        super().close()  # type: ignore[no-untyped-call]
+
+    def _settle(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _new(self, size: int) -> torch.UntypedStorage:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory).untyped_storage()
+
     def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
         kept: torch.UntypedStorage | None = self._cached_storage_mapping.get(storage)  # type: ignore[no-untyped-call]
         if kept is None or kept.nbytes() != storage.nbytes():
-            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.pin_memory).untyped_storage()
+            reserved = self._reserved.get(storage.nbytes())
+            kept = reserved.pop() if reserved else self._new(storage.nbytes())
             self._cached_storage_mapping[storage] = kept
         kept.copy_(storage, non_blocking=non_blocking)
         return kept
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` on the CPU, whole when this returns; it is overwritten by the next one."""
+        self._settle()
         copied: dict[str, Any] = self.stage(state, non_blocking=self.pin_memory)
         if self.pin_memory:
             torch.cuda.synchronize()

@@ -110,6 +110,7 @@ class _Run:
         self.eval_rows = min(settings.eval_rows, job.data.rows("eval"))
         self.guards = contextlib.ExitStack()
         self.guards.callback(job.data.close)
+        self.guards.callback(self.checkpoints.close)
         if self.record is not None:
             closing = self.record.close
             self.guards.enter_context(hooks.guard(lambda reason: closing("failed", self.step_done, reason)))
@@ -137,6 +138,7 @@ class _Run:
     def load(self) -> None:
         """Weights, moments and the step to begin with; then tries whether a step fits the GPU."""
         job, world, settings = self.job, self.world, self.settings
+        self.checkpoints.reserve(self.net)
         loaded = self.checkpoints.load_newest(self.found, self.net, self.optimizer)
         if loaded is not self.found:
             self.found, self.start_step = loaded, loaded.step if loaded else 0

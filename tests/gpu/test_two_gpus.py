@@ -100,6 +100,20 @@ def until_step(folder: Path, step: int, processes: Sequence[Any]) -> None:
         time.sleep(0.05)
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The steps whose checkpoints are whole."""
+    return [json.loads(marker.read_text())["step"] for marker in (folder / "r" / "checkpoints").glob("*/complete.json")]
+
+
+def until_saved(folder: Path, processes: Sequence[Any]) -> None:
+    """Returns when a checkpoint is whole: it is written beside training, and steps of a small model are faster."""
+    end = time.monotonic() + LIMIT
+    while not saved_steps(folder):
+        assert all(process.poll() is None for process in processes), "\n".join(text for _, text in ended(processes))
+        assert time.monotonic() < end, "a checkpoint must come"
+        time.sleep(0.05)
+
+
 def test_every_layout_has_the_same_losses(data: Path, tmp_path: Path) -> None:
     runs = {
         "one GPU": start(data, folder := _new(tmp_path, "one"), prefixes=((),)),
@@ -162,22 +176,24 @@ def test_efa_that_was_demanded_and_is_not_there_ends_the_run_before_the_second_s
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(data: Path, tmp_path: Path) -> None:
-    together = start(data, _new(tmp_path, "whole"), steps=40)
+    steps = {"steps": 200, "checkpointEvery": 10}
+    together = start(data, _new(tmp_path, "whole"), steps=200)
     folder = _new(tmp_path, "cut")
-    running = start(data, folder, steps=40, checkpointEvery=10, hangFloor=25)
-    until_step(folder, 14, running)
+    running = start(data, folder, **steps, hangFloor=25)
+    until_saved(folder, running)
     running[1].send_signal(signal.SIGKILL)
     outcomes = ended(running)
     assert outcomes[1][0] == -signal.SIGKILL
     assert outcomes[0][0] not in (0, 4), outcomes[0]
     assert [code for code, _ in ended(together)] == [0, 0]
-    alone = ended(start(data, folder, prefixes=((),), steps=40, checkpointEvery=10, stopAfter=25))
+    saved = max(saved_steps(folder))
+    alone = ended(start(data, folder, prefixes=((),), **steps, stopAfter=saved + 15))
     assert alone[0][0] == 0, alone[0][1]
-    assert "resuming r from step 10 (written by 2 workers, now 1)" in alone[0][1]
-    again = done(data, folder, steps=40, checkpointEvery=10)
+    assert f"resuming r from step {saved} (written by 2 workers, now 1)" in alone[0][1]
+    again = done(data, folder, **steps)
     assert difference(again, losses(tmp_path / "whole" / "r")) < SAME
     run = json.loads((folder / "r" / "run.json").read_text())
-    assert [(a["worldSize"], a["startStep"]) for a in run["attempts"]] == [(2, 0), (1, 10), (2, 25)]
+    assert [(a["worldSize"], a["startStep"]) for a in run["attempts"]] == [(2, 0), (1, saved), (2, saved + 15)]
 
 
 def test_a_stopped_rank_is_named_and_nccls_collectives_are_kept(data: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -82,6 +81,5 @@ def group(size: int, settings: dict[str, Any], prepare: Callable[[World], None] 
         yield running
     finally:
         for process in running.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join(timeout=60)

@@ -67,6 +67,46 @@ def test_the_copy_that_is_written_in_the_background_is_made_in_the_same_memory_e
     assert (second["step"], second["name"]) == (4, "r")
 
 
+def test_the_first_copy_uses_the_memory_that_was_asked_for_while_the_weights_were_read() -> None:
+    state = {"w": torch.randn(100), "moment": torch.randn(100), "other": torch.randn(7)}
+    stager = dcp.Stager()
+    stager.reserve([400, 400, 400])
+    stager._settle()
+    ready = {storage.data_ptr() for storage in stager._reserved[400]}
+    copied = stager.copy(state)
+    used = {copied[name].data_ptr() for name in ("w", "moment")}
+    assert len(used) == 2, "each for one tensor"
+    assert used < ready, "two of the three"
+    assert all(torch.equal(copied[name], state[name]) for name in state)
+    stager.close()
+    assert torch.equal(copied["w"], state["w"]), "a copy that is still being written outlives the stager"
+
+
+def memory_left_and_missing(world: World, folder: str) -> tuple[list[int], list[int]]:
+    """Bytes of each storage that was asked for before the first step and not used by the copy, and of those that the copy had to ask for."""
+    _, net, optimizer = build(world, Case(steps=1))
+    checkpoints = checkpoint.Checkpointer(place(folder), world, 1, 1, asynchronous=True)
+    checkpoints.reserve(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stager = checkpoints._stager
+    stager._settle()
+    missing: list[int] = []
+    make = stager._new
+    stager._new = lambda size: missing.append(size) or make(size)  # type: ignore[method-assign, func-returns-value]
+    stager.copy(checkpoint._state(net, optimizer, world))
+    left = [storage.nbytes() for storages in stager._reserved.values() for storage in storages]
+    checkpoints.close()
+    return left, missing
+
+
+def test_a_rank_asks_beforehand_for_what_its_checkpoint_takes(tmp_path: Path) -> None:
+    for rank, (left, missing) in enumerate(run_ranks(2, memory_left_and_missing, str(tmp_path))):
+        assert left == [], f"rank {rank}: what is not used is lost"
+        assert sum(missing) < 50_000, f"rank {rank}: what is missing is waited for; step counts and random state are all that may be: {missing}"
+
+
 @pytest.mark.parametrize("harm", ["marker gone", "file gone", "file short", "marker damaged"])
 def test_a_torn_checkpoint_is_never_resumed_from(tmp_path: Path, harm: str) -> None:
     case = dataclasses.replace(SAVED, folder=str(tmp_path))
