@@ -107,7 +107,7 @@ def measure(world: World, variant: dict[str, Any], size: str, length: int, lines
             profiler.__exit__(None, None, None)
 
     began = time.perf_counter()
-    with preferred_kernels(length):
+    with preferred_kernels():
         batches = steps(rows, micro_batch, length, config.vocab_size, count)
         loop.train(net, optimizer, batches, settings, world, last_step=count, reshard=choice.reshard, on_line=seen.append, after_step=after_step)
     speeds = [line.tokens_per_second_per_gpu for line in seen[1 : -1 if profile_to else None]]

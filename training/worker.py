@@ -151,7 +151,7 @@ class _Run:
         model.check_master_weights(self.net)
         if world.device.type == "cuda":
             choice = self.choice
-            with preferred_kernels(job.sequence_length):
+            with preferred_kernels():
                 room.check(
                     self.net,
                     self.optimizer,
@@ -207,7 +207,7 @@ class _Run:
             skipped=divergence.ranges(self.skips),
             pin=world.device.type == "cuda",
         )
-        with reader as batches, preferred_kernels(job.sequence_length):
+        with reader as batches, preferred_kernels():
             loop.train(
                 self.net,
                 self.optimizer,

@@ -17,19 +17,13 @@ def cudnn_is_faster() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and bool(torch.backends.cudnn.is_available())  # type: ignore[no-untyped-call]
 
 
-SHORT = 256
-"""Rows of so few tokens give attention so little to do that the CPU's part of a call counts, and cuDNN's is the larger one."""
-
-
 @contextlib.contextmanager
-def preferred_kernels(length: int) -> Iterator[None]:
-    """Inside, ``scaled_dot_product_attention`` tries this GPU's fastest kernel for rows of ``length`` tokens; shapes that it refuses go to the next."""
+def preferred_kernels() -> Iterator[None]:
+    """Inside, ``scaled_dot_product_attention`` tries the fastest kernel of this GPU first; shapes that it refuses go to the next."""
     if not cudnn_is_faster():
         yield
         return
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if length <= SHORT:
-        order[:2] = reversed(order[:2])
     with sdpa_kernel(order, set_priority=True):
         yield
 
