@@ -40,7 +40,7 @@ from training.errors import (
 )
 from training.notice import Notice
 from training.settings import Settings
-from training.world import backend, look_around
+from training.world import backend, look_around, prepare_allocator
 
 # Ten to twenty seconds without an answer: longer than a network's hiccup, shorter than Ray's own patience.
 GUARD_SECONDS, GUARD_FAILURES = 2.0, 5
@@ -207,6 +207,7 @@ def _rank(config: Mapping[str, Any]) -> dict[str, Any]:
         # Only here: a report costs up to two seconds, the controller's polling interval, unless it is asynchronous.
         ray.train.report(dict(metrics), checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
 
+    prepare_allocator()
     world = look_around(ray.train.torch.get_device())
     head = _head()
     hooks = worker.Hooks(

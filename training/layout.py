@@ -32,8 +32,10 @@ def cluster(world: World, machine: plan.Machine) -> plan.Cluster:
     return plan.Cluster(len(world.hosts), world.local_size, machine) if world.even else plan.Cluster(world.size, 1, machine)
 
 
-def choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None]) -> plan.Choice:
-    """The plan's choice for ``world``, within what the settings fix. Raises BadInput where nothing fits, there or on ``minWorkers``."""
+def choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None]) -> tuple[plan.Choice, int]:
+    """The plan's choice for ``world``, within what the settings fix, and the blocks of one FSDP unit. Raises BadInput where nothing fits, there or
+    on ``minWorkers``. For rank 0: a GPU that the plan does not know is measured, and each rank would measure something else.
+    """
     s = job.settings
 
     def fixed(value: str) -> str | None:
@@ -65,4 +67,4 @@ def choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None
             plan.choose(shape(job), fewest, s.tokens_per_step, job.sequence_length, small, s.loss_chunk)
         except BadInput as error:
             raise BadInput(f"minWorkers = {s.min_workers} is too few: {error}. Raise minWorkers") from error
-    return choice
+    return choice, plan.blocks_together(shape(job), machine, choice, choice.micro_batch * job.sequence_length)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from training.data import MicroBatch, Step
 from training.divergence import Diverged, Spikes, not_finite
+from training.optimizer import AdamW, divisor
 from training.record import StepMetrics
 from training.schedule import learning_rate
 from training.settings import Settings
@@ -25,18 +25,9 @@ from training.world import World
 NOBODY = Idle()
 
 
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """Fused AdamW in float32; weight decay on matrices, not on norms and biases."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # A rate that is a tensor would be one more thing to shard; a float is set before each step.
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), fused=True)
-
-
 def train(
     model: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW,
     batches: Iterable[Step],
     settings: Settings,
     world: World,
@@ -72,8 +63,8 @@ def train(
             group["lr"] = rate
         loss_sum += forward_backward(model, batch, settings, world, reshard, exchanges)
         with exchanges.timed():
-            norm = clip(model, settings.grad_clip)
-        optimizer.step()
+            norm = optimizer.gradient_norm()
+        optimizer.update(divisor(norm, settings.grad_clip))
         optimizer.zero_grad(set_to_none=True)
         exchanges.on = False
         watch.ended(done)
@@ -122,10 +113,11 @@ def forward_backward(model: Any, batch: Step, settings: Settings, world: World, 
     valid.clamp_(min=1.0)
     total = torch.zeros((), device=world.device)
     for i, micro in enumerate(batch.micro_batches):
-        last = i == len(batch.micro_batches) - 1
-        model.set_is_last_backward(last)
-        model.set_requires_all_reduce(last)  # hsdp: hosts exchange gradients once a step, not once a micro-batch
-        model.set_reshard_after_backward(reshard or last)
+        if len(batch.micro_batches) > 1:  # the last one's values are FSDP's own, and to set them means to visit each module
+            last = i == len(batch.micro_batches) - 1
+            model.set_is_last_backward(last)
+            model.set_requires_all_reduce(last)  # hsdp: hosts exchange gradients once a step, not once a micro-batch
+            model.set_reshard_after_backward(reshard or last)
         loss = token_loss(model, micro, settings.loss_chunk, world.device)
         (loss * (world.size / valid)).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
@@ -137,13 +129,6 @@ def token_loss(model: Any, micro: MicroBatch, chunk: int, device: torch.device) 
     ids, labels, positions = (None if t is None else t.to(device, non_blocking=True) for t in micro)
     loss: Tensor = model.token_loss(ids, labels, positions, chunk)
     return loss
-
-
-def clip(model: nn.Module, limit: float) -> Tensor:
-    """Scales the gradients to a global norm of at most ``limit`` (0: leaves them); returns the norm before, without a host sync."""
-    if limit > 0:
-        return nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def evaluate(model: Any, batches: Iterable[MicroBatch], settings: Settings, world: World) -> float:
@@ -163,12 +148,11 @@ def evaluate(model: Any, batches: Iterable[MicroBatch], settings: Settings, worl
 
 def _shared(loss: Tensor, norm: Tensor, waited: float, data_wait: float, world: World) -> tuple[float, float, tuple[float, ...], tuple[float, ...]]:
     """Loss summed over ranks and the gradient norm as numbers, and what each rank waited: the one host sync of a line, and one collective."""
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
     table = torch.zeros(2, world.size, dtype=loss.dtype)
     table[:, world.rank] = torch.tensor([waited, data_wait])
     shared = torch.cat([loss.reshape(1), table.flatten().to(loss.device)])
     dist.all_reduce(shared)
-    numbers = _numbers(torch.cat([shared, whole.reshape(1).to(loss.dtype)]))
+    numbers = _numbers(torch.cat([shared, norm.reshape(1).to(loss.dtype)]))
     return numbers[0], numbers[-1], tuple(numbers[1 : 1 + world.size]), tuple(numbers[1 + world.size : -1])
 
 

@@ -77,13 +77,14 @@ def _keep_dear_ops(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if op in _KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard(model: Any, mesh: DeviceMesh, *, reshard: bool, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    """Applies FSDP2 in place: one unit a block, and the root for embedding, last norm and head.
+def shard(model: Any, mesh: DeviceMesh, *, reshard: bool, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, together: int = 1) -> None:
+    """Applies FSDP2 in place: a unit for each ``together`` blocks, and the root for embedding, last norm and head.
 
     The embedding and a head tied to it must be in one unit (the root), or the shared weight becomes two.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    layers = list(decoder_layers(model))
+    for first in range(0, len(layers), together):
+        fully_shard(layers[first : first + together], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     register_fsdp_forward_method(model, "token_loss")

@@ -28,6 +28,7 @@ RECOMPUTE = ("none", "selective", "full")
 BLOCKS = ("fast", "fp8", "compiled")
 DEFAULT_LOSS_CHUNK = 8192
 NEARLY_EQUAL = 0.01
+UNIT_PARAMETERS = 100e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,6 +294,18 @@ def _saved_bytes(shape: ModelShape, blocks: str, activation_checkpointing: str, 
     return width * (6 * d + 3 * q + 3 * kv + 3 * f if activation_checkpointing == "none" else d + 3 * q)
 
 
+def blocks_together(shape: ModelShape, machine: Machine, choice: Choice, tokens: int) -> int:
+    """Blocks that make one unit of FSDP's, gathered and reduced by one collective, with ``tokens`` in a micro-step of a GPU.
+
+    One, so that communication runs beside compute; but where a GPU is through with a block before its host has launched it, half of what the host
+    does is FSDP's, once a unit: then about 100 M parameters. Also one where weights are gathered twice, which is done to save memory.
+    """
+    computed = 6 * shape.block_parameters * tokens / (machine.training_tflops * 1e12)
+    if choice.reshard or computed >= machine.launch_ms * 1e-3:
+        return 1
+    return min(shape.layers, max(1, round(UNIT_PARAMETERS / shape.block_parameters)))
+
+
 def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, micro_steps: int, loss_chunk: int) -> Memory:
     m, total, block = cluster.machine, shape.parameters, shape.block_parameters
     root = total - shape.layers * block
@@ -313,7 +326,7 @@ def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mi
     if m.blocks == "fp8" and choice.activation_checkpointing != "full":
         weights += shape.layers * block  # the fp8 weights, transposed
     loss = min(loss_chunk, tokens) * shape.vocab * m.logit_bytes + shape.embedding_parameters * (4 + m.compute_bytes)
-    travelling = (m.compute_bytes + reduce_bytes) * max(2 * block, root)
+    travelling = (m.compute_bytes + reduce_bytes) * max(2 * blocks_together(shape, m, choice, tokens) * block, root)
     return Memory(
         states=(m.state_bytes * total / shards - gradients) / GIB,
         weights=weights / GIB,

@@ -11,6 +11,7 @@ from training import loop
 from training.data import MicroBatch, Step
 from training.errors import BadInput
 from training.loss import IGNORE
+from training.optimizer import AdamW
 from training.settings import Settings
 from training.storage import Place
 from training.world import World
@@ -31,9 +32,7 @@ class DoesNotFit(RuntimeError):
     """A planned micro-batch that did not fit: the next start of the run takes a smaller one."""
 
 
-def check(
-    net: Any, optimizer: torch.optim.Optimizer, settings: Settings, world: World, folder: Place, *, size: int, length: int, rows: int, reshard: bool
-) -> None:
+def check(net: Any, optimizer: AdamW, settings: Settings, world: World, folder: Place, *, size: int, length: int, rows: int, reshard: bool) -> None:
     """Tries ``size`` rows of ``length`` tokens with everything that a step holds; a collective.
 
     That is: gradients of an earlier micro-batch, if ``rows`` of a step make several, and AdamW's two moments. What does not fit is written
@@ -62,7 +61,7 @@ def missing_moments(net: Any, optimizer: torch.optim.Optimizer) -> list[torch.Te
     return [torch.empty_like(p.to_local()) for p in net.parameters() if not optimizer.state.get(p) for _ in range(2)]
 
 
-def _one_step(net: Any, optimizer: torch.optim.Optimizer, settings: Settings, world: World, size: int, length: int, *, several: bool, reshard: bool) -> None:
+def _one_step(net: Any, optimizer: AdamW, settings: Settings, world: World, size: int, length: int, *, several: bool, reshard: bool) -> None:
     moments = missing_moments(net, optimizer)
     tokens = torch.zeros(size, length, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
@@ -70,7 +69,7 @@ def _one_step(net: Any, optimizer: torch.optim.Optimizer, settings: Settings, wo
     micro = MicroBatch(tokens, labels, torch.arange(length).expand(size, length) if settings.document_mask else None)
     step = Step(0, [micro] * (2 if several else 1), size, 0.0)
     loop.forward_backward(net, step, settings, world, reshard)
-    loop.clip(net, settings.grad_clip)
+    optimizer.gradient_norm()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     del moments

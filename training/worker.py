@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from training import checkpoint, checks, divergence, layout, loop, model, parallel, plan, room, schema, stragglers, watchdog
+from training import checkpoint, checks, divergence, layout, loop, model, optimizer, parallel, plan, room, schema, stragglers, watchdog
 from training.checks import Checked
 from training.data import Batches, MicroBatch, Step, eval_batches
 from training.divergence import Diverged
@@ -60,10 +60,10 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     say = hooks.say if world.is_main else _silent
     job = world.together(lambda: checks.check_again(settings, say))
     pieces = world.together(lambda: choose_pieces(job.config, world.device, settings.blocks, settings.precision, job.sequence_length, settings.document_mask))
-    choice = world.broadcast(world.on_main(lambda: layout.choose(job, world, pieces, say)))
-    assert choice is not None
+    chosen = world.broadcast(world.on_main(lambda: layout.choose(job, world, pieces, say)))
+    assert chosen is not None
     checks.share_storage(job, world, say)
-    run = _Run(job, world, hooks, say, pieces, choice)
+    run = _Run(job, world, hooks, say, pieces, *chosen)
     try:
         run.to_the_end()
     except Exception as error:
@@ -76,21 +76,28 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
 class _Run:
     """One rank's part of a run. Its methods are collectives, but for :meth:`failed` and what the loop's threads call (:meth:`on_hang`)."""
 
-    def __init__(self, job: Checked, world: World, hooks: Hooks, say: Callable[[str], None], pieces: Pieces, choice: plan.Choice) -> None:
+    def __init__(self, job: Checked, world: World, hooks: Hooks, say: Callable[[str], None], pieces: Pieces, choice: plan.Choice, together: int) -> None:
         self.job, self.world, self.hooks, self.say, self.pieces, self.choice = job, world, hooks, say, pieces, choice
         settings = self.settings = job.settings
         self.net = model.build_empty(job.config)
         self.products = parallel.prepare_blocks(self.net, choice.activation_checkpointing, pieces)
         mesh = world.together(lambda: parallel.make_mesh(world, choice.parallel))
         reduce_dtype = torch.bfloat16 if choice.reduce_dtype == "bf16" else torch.float32
-        parallel.shard(self.net, mesh, reshard=choice.reshard, compute_dtype=layout.compute_dtype(settings, world), reduce_dtype=reduce_dtype)
+        parallel.shard(
+            self.net,
+            mesh,
+            reshard=choice.reshard,
+            compute_dtype=layout.compute_dtype(settings, world),
+            reduce_dtype=reduce_dtype,
+            together=together,
+        )
         model.allocate(self.net, world.device)
-        self.optimizer = loop.make_optimizer(self.net, settings)
+        self.optimizer = optimizer.make_optimizer(self.net, settings)
 
         folder = job.folder / "checkpoints"
         self.found = checkpoint.latest(folder, world, say, settings.storage_patience)
         self.start_step = self.found.step if self.found else 0
-        self.record = world.on_main(lambda: _open_record(job, world, self.start_step, choice, pieces, say))
+        self.record = world.on_main(lambda: _open_record(job, world, self.start_step, {**dataclasses.asdict(choice), "blocks_together": together}, pieces, say))
         self.attempt = world.broadcast(self.record.attempt if self.record else 0)
         self.network = Network(job, world, choice, self.attempt, say, self.record)
         in_background = world.device.type == "cuda"
@@ -407,13 +414,13 @@ def _silent(_text: str) -> None:
     pass
 
 
-def _open_record(job: Checked, world: World, start_step: int, choice: plan.Choice, pieces: Pieces, say: Callable[[str], None]) -> RunRecord:
+def _open_record(job: Checked, world: World, start_step: int, chosen: Mapping[str, Any], pieces: Pieces, say: Callable[[str], None]) -> RunRecord:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
     s = job.settings
     storage = place(s.storage, hasty=True)  # training waits while it is written
     record = open_run(storage, job.run, job.identity, schema.as_mapping(s), nccl=nccl, patience=s.storage_patience, say=say)
     record.start(start_step, world.size, world.hosts)
-    record.note(plan=dataclasses.asdict(choice), pieces=dataclasses.asdict(pieces))
+    record.note(plan=chosen, pieces=dataclasses.asdict(pieces))
     return record
 
 

@@ -76,6 +76,15 @@ class World:
         return cast(T, result)
 
 
+def prepare_allocator() -> None:
+    """Lets PyTorch grow the GPU memory it holds piece by piece, before it holds any: fixed segments leave gaps that a tight plan has no room for.
+
+    What the environment says of the allocator stays.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def pick_device(wanted: str, local_rank: int) -> torch.device:
     """cuda:local_rank or cpu. Raises BadInput where cuda is demanded and absent."""
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -110,6 +119,7 @@ def process_group(device_wanted: str, timeout_seconds: int) -> Iterator[World]:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = pick_device(device_wanted, local_rank)
     if device.type == "cuda":
+        prepare_allocator()
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:

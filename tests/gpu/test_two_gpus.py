@@ -114,6 +114,19 @@ def until_saved(folder: Path, processes: Sequence[Any]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(("said", "grows"), [(None, True), ("expandable_segments:False", False)])
+def test_memory_grows_piece_by_piece_unless_the_environment_says_otherwise(said: str | None, grows: bool) -> None:
+    code = (
+        "import torch\nfrom training.world import process_group\nwith process_group('cuda', 60) as world:\n    kept = torch.empty(2**27, device=world.device)\n"
+    )
+    code += "    print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    if said is not None:
+        environment["PYTORCH_ALLOC_CONF"] = said
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(grows)
+
+
 def test_every_layout_has_the_same_losses(data: Path, tmp_path: Path) -> None:
     runs = {
         "one GPU": start(data, folder := _new(tmp_path, "one"), prefixes=((),)),

@@ -38,7 +38,7 @@ def names(folder: Path) -> list[str]:
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, first: tuple[int, int, str], second: tuple[int, int, str]) -> None:
     case = Case(steps=6, folder=str(tmp_path), uneven=True)
-    run_ranks(first[0], train, dataclasses.replace(case, parallel=first[2], stop_after=3, save_at=(2, 3)), local_size=first[1])
+    run_ranks(first[0], train, dataclasses.replace(case, parallel=first[2], together=2, stop_after=3, save_at=(2, 3)), local_size=first[1])
     assert names(tmp_path) == ["step-00000002.1", "step-00000003.1"], "steps 2 and 3, written by attempt 1"
     resumed = run_ranks(second[0], train, dataclasses.replace(case, parallel=second[2], resume=True, attempt=2), local_size=second[1])[0]
     assert_same(resumed, reference(case)[3:])

@@ -31,8 +31,10 @@ def assert_same(ours: list[tuple[int, float, float]], plain: list[tuple[int, flo
         (Case(parallel="hsdp", micro_batch=1), 4, 2),
         (Case(parallel="hsdp", reshard=False, uneven=True), 4, 2),
         (Case(uneven=True, micro_batch=3), 3, 3),
+        (Case(together=2, reshard=False, recompute="full", uneven=True), 2, 2),
+        (Case(together=3, reshard=False, parallel="hsdp", micro_batch=1), 4, 2),
     ],
-    ids=lambda value: f"{value.model_type}-{value.parallel}-{value.recompute}" if isinstance(value, Case) else str(value),
+    ids=lambda value: f"{value.model_type}-{value.parallel}-{value.recompute}-{value.together}" if isinstance(value, Case) else str(value),
 )
 def test_loss_and_gradient_norm_equal_the_unsharded_run(case: Case, size: int, local_size: int) -> None:
     results = run_ranks(size, train, case, local_size=local_size)

@@ -12,6 +12,7 @@ from training import checkpoint, loop, model, parallel
 from training.data import MicroBatch, Step, accumulation
 from training.fast.choose import Pieces
 from training.loss import IGNORE
+from training.optimizer import AdamW, make_optimizer
 from training.settings import ModelSettings, Settings
 from training.storage import place
 from training.world import World
@@ -48,6 +49,7 @@ class Case:
     resume: bool = False
     keep: int = 2
     blocks: str = "plain"
+    together: int = 1
 
     @property
     def settings(self) -> Settings:
@@ -86,7 +88,7 @@ def batch_of(step: int, world_size: int, rank: int, micro_batch: int, uneven: bo
     return Step(step, micros, int((labels != IGNORE).sum()), 0.0)
 
 
-def build(world: World, case: Case) -> tuple[Any, Any, torch.optim.AdamW]:
+def build(world: World, case: Case) -> tuple[Any, Any, AdamW]:
     """(configuration, sharded model with the seed's weights, optimizer)."""
     config = model.load_config(case.settings.model, VOCABULARY)
     net = model.build_empty(config)
@@ -98,11 +100,12 @@ def build(world: World, case: Case) -> tuple[Any, Any, torch.optim.AdamW]:
         reshard=case.reshard,
         compute_dtype=dtypes[case.compute_dtype],
         reduce_dtype=dtypes[case.reduce_dtype],
+        together=case.together,
     )
     model.allocate(net, world.device)
     model.fill(net, world.on_main(lambda: model.full_weights(case.settings.model, config, case.settings.seed)), world)
     model.check_master_weights(net)
-    return config, net, loop.make_optimizer(net, case.settings)
+    return config, net, make_optimizer(net, case.settings)
 
 
 def train(world: World, case: Case) -> list[tuple[int, float, float]]:
