@@ -30,6 +30,7 @@ class AdamW(torch.optim.AdamW):
         self.step()
         self.grad_scale = None
 
+    @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """The global 2-norm of all gradients, a float32 scalar on their device; without a host sync. A collective of ranks that hold different shards."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

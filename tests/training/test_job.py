@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -360,3 +361,19 @@ def test_data_of_another_tokenizer_is_refused_for_a_pretrained_model(data: Path,
     assert error.value.exit_code == 2
     assert "not tokenised with the tokenizer of model.pretrained" in str(error.value)
     assert not (tmp_path / "runs").exists(), "nothing may have been started"
+
+
+def test_the_garbage_collector_leaves_alone_what_was_there_and_takes_it_back_after_a_failure() -> None:
+    from training import worker
+
+    left_alone = []
+
+    def fail() -> None:
+        with worker._settled():
+            left_alone.append(gc.get_freeze_count())
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert left_alone[0] > 10_000, "what was imported"
+    assert gc.get_freeze_count() == 0, "a model that is built anew in this process needs the memory of the one before"
