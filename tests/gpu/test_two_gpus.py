@@ -189,8 +189,8 @@ def test_efa_that_was_demanded_and_is_not_there_ends_the_run_before_the_second_s
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(data: Path, tmp_path: Path) -> None:
-    steps = {"steps": 200, "checkpointEvery": 10}
-    together = start(data, _new(tmp_path, "whole"), steps=200)
+    steps = {"steps": 120, "checkpointEvery": 10}
+    together = start(data, _new(tmp_path, "whole"), steps=120)
     folder = _new(tmp_path, "cut")
     running = start(data, folder, **steps, hangFloor=25)
     until_saved(folder, running)
