@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,12 +62,18 @@ def variants(model: str, length: int, ours: int, theirs: int) -> list[Variant]:
 
 
 def run(command: Sequence[str], limit: float, gpus: Sequence[int] = (0,)) -> dict[str, Any]:
-    """One measurement on ``gpus``: what the process says, or ``error`` with the end of what it said."""
+    """One measurement on ``gpus``: what the process says, or ``error`` with the end of what it said; ``card``: how the GPUs stood under its load."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     alone = [sys.executable, "-m", "benchmarks.alone", f"{limit}", *command]
-    done = subprocess.run(alone, capture_output=True, text=True, check=True, env=environment)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found | {"card": card(gpus)}
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        watched = pool.submit(busiest, gpus, over)
+        try:
+            done = subprocess.run(alone, capture_output=True, text=True, check=True, env=environment)
+        finally:
+            over.set()
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found | {"card": watched.result()}
 
 
 def round_of(variant: Variant, gpus: int, limit: float) -> list[dict[str, Any]]:
@@ -158,6 +166,18 @@ def card(gpus: Sequence[int]) -> str:
         return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
         return ""
+
+
+def busiest(gpus: Sequence[int], over: threading.Event) -> str:
+    """Of what :func:`card` says every two seconds until ``over``, the reading with the most watts: the others are of a start or an end."""
+    best, most = "", -1.0
+    while True:
+        said = card(gpus)
+        watts = sum(float(found) for found in re.findall(r"([\d.]+) W,", said))
+        if watts > most:
+            best, most = said, watts
+        if not said or over.wait(2):
+            return best
 
 
 def main() -> int:

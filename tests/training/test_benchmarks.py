@@ -1,8 +1,10 @@
 """The benchmarks on a CPU and a tiny model: no speed is asserted, only that they run and count what they should."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,21 @@ def test_the_loader_is_measured_on_a_folder_and_on_s3():
     assert [r.copied for r in results[:3]] == [1, 0, 0]
     assert all(r.steps >= 3 and 0 <= r.wait < 1 and r.nanoseconds > 0 for r in results)
     assert all(len(line) <= 80 for line in loader.table(results).splitlines())
+
+
+def test_the_reading_that_is_kept_of_a_gpu_is_the_one_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "nvidia-smi"
+    told.write_text(
+        f"#!{sys.executable}\nimport pathlib\ncount = pathlib.Path({str(tmp_path / 'count')!r})\nasked = int(count.read_text()) if count.exists() else 0\n"
+        "count.write_text(str(asked + 1))\nprint('NVIDIA H200, %d, 1500 MHz, %s W, 700.00 W' % (40 + asked, (90.5, 688.25, 120)[min(asked, 2)]))\n"
+    )
+    told.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    class Over(threading.Event):
+        """Over after three readings, and without waiting between them."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            return int((tmp_path / "count").read_text()) == 3
+
+    assert speed.busiest([0], Over()) == "NVIDIA H200, 41, 1500 MHz, 688.25 W, 700.00 W"
