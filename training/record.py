@@ -30,6 +30,8 @@ SCHEMA = 1
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
 # preempted: its host was taken away after a notice; resized: ended to go on with more workers; interrupted: by SIGTERM. All three after a checkpoint.
 OUTCOMES = ("running", "done", "stopped", "failed", "preempted", "resized", "interrupted")
+# A rank that takes a fifth longer for a step than the median one costs the whole run a sixth of its speed: it is told of.
+NOTABLE_RATIO = 1.2
 # An object can't be appended to, only written anew; oftener than this would cost more requests than anyone reads.
 REWRITE_EVERY_SECONDS = 30.0
 # After a refusal the next try waits, each time twice as long: while one is made, training waits too.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from training.errors import BadInput
-from training.record import read_run
+from training.record import NOTABLE_RATIO, read_run
 from training.schema import file_key
 from training.storage import Place, place
 
@@ -26,7 +26,6 @@ REPORT_FILE = "report.html"
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6fde", "#d9730d", "#2b8a5f", "#9aa3af", "#1f2733"
 # Points, and drawn at this size on a phone: the page scales the pictures up on larger screens, never far down.
 CHART_SIZE, FONT_SIZE = (5.4, 2.9), 9
-NOTABLE_RATIO = 1.2  # of training/stragglers.py, which needs torch
 LABEL_WIDTH = 0.28  # of "resumed, 16 workers", as a share of the picture
 STYLE: dict[Any, Any] = {
     "font.size": FONT_SIZE,

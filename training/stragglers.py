@@ -19,8 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-# A rank that takes a fifth longer than the median costs the whole run a sixth of its speed.
-NOTABLE = 1.2
+from training.record import NOTABLE_RATIO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +143,7 @@ class Tally:
 
 def line(found: Mapping[str, Any] | None) -> str | None:
     """What a person is told of the slowest rank; None: it is not notably slower than the others."""
-    if found is None or found["ratio"] <= NOTABLE:
+    if found is None or found["ratio"] <= NOTABLE_RATIO:
         return None
     data = f", {found['dataWait']:.3g} s of it waiting for data" if found["dataWait"] > 0.1 * found["ownSeconds"] else ""
     return (
