@@ -208,11 +208,8 @@ class Stager(StateDictStager):
     def reserve(self, sizes: Sequence[int]) -> None:
         """Begins to ask, in the background, for memory for storages of ``sizes`` (bytes): pinning takes half a second a gigabyte, and the first copy would
         wait for it."""
-        device = torch.cuda.current_device() if self.pin_memory else None
 
         def work() -> None:
-            if device is not None:
-                torch.cuda.set_device(device)  # a thread's own: on GPU 0 it would make a context, and take its memory
             with contextlib.suppress(RuntimeError):  # too little memory: copy() asks again, and tells of it
                 for size in sorted(sizes, reverse=True):
                     if self._closing.is_set():
