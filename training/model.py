@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from training.errors import BadInput
 from training.loss import add_token_loss
@@ -127,7 +128,9 @@ def full_weights(settings: ModelSettings, config: PretrainedConfig, seed: int) -
     if settings.pretrained is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drawn: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            with no_init_weights():  # else PyTorch's modules draw theirs first, a third of the time
+                drawn: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            drawn.init_weights()
             return dict(drawn.state_dict())
     with pretrained_source(settings.pretrained, weights=True) as source:
         try:
