@@ -28,6 +28,7 @@ RECOMPUTE = ("none", "selective", "full")
 BLOCKS = ("fast", "fp8", "compiled")
 DEFAULT_LOSS_CHUNK = 8192
 NEARLY_EQUAL = 0.01
+# Of an FSDP unit of several blocks. Assumed: two blocks of Qwen2.5-1.5B; larger ones won no more on a CPU, and leave less to overlap.
 UNIT_PARAMETERS = 100e6
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from training import job, schema
+from training import checkpoint, job, loop, schema
 from training.data import open_data, rows_of_step
 from training.divergence import Diverged
 from training.errors import JobError
@@ -73,6 +73,7 @@ def test_a_run_leaves_its_record(data: Path, tmp_path: Path) -> None:
     run, lines = read_run(place(str(tmp_path / "r")))
     assert run["outcome"] == "done"
     assert run["settings"]["steps"] == 8
+    assert run["plan"]["blocks_together"] == 2, "with rows this short one worker has a single unit of its two blocks"
     assert run["attempts"][0]["endStep"] == 8
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
     assert sum("evalLoss" in line for line in lines) == 1, "one evaluation, at the end"
@@ -361,6 +362,37 @@ def test_data_of_another_tokenizer_is_refused_for_a_pretrained_model(data: Path,
     assert error.value.exit_code == 2
     assert "not tokenised with the tokenizer of model.pretrained" in str(error.value)
     assert not (tmp_path / "runs").exists(), "nothing may have been started"
+
+
+def test_what_a_run_takes_of_its_process_is_taken_before_the_first_step_and_given_back(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class InBackground(checkpoint.Checkpointer):
+        """As on GPUs."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **{**named, "asynchronous": True})
+
+        def reserve(self, model: Any) -> None:
+            happened.append("memory asked for")
+            super().reserve(model)
+
+        def close(self) -> None:
+            happened.append("memory given back")
+            super().close()
+
+    train = loop.train
+
+    def watched(*arguments: Any, **named: Any) -> None:
+        happened.append("imports left alone" if gc.get_freeze_count() else "imports gone through")
+        train(*arguments, **named)
+
+    monkeypatch.setattr(checkpoint, "Checkpointer", InBackground)
+    monkeypatch.setattr(loop, "train", watched)
+    start(data, tmp_path, export=False)
+    assert happened == ["memory asked for", "imports left alone", "memory given back"]
+    assert gc.get_freeze_count() == 0
+    assert checkpoints(tmp_path / "r")[-1] == "step-00000008.1"
 
 
 def test_the_garbage_collector_leaves_alone_what_was_there_and_takes_it_back_after_a_failure() -> None:

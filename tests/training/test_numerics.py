@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.training.ranks import run_ranks
-from tests.training.tiny import Case, reference, train
+from tests.training.tiny import Case, batch_of, build, reference, train
+from training import loop
+from training.world import World
 
 TOLERANCE = 1e-4
 
@@ -40,6 +44,20 @@ def test_loss_and_gradient_norm_equal_the_unsharded_run(case: Case, size: int, l
     results = run_ranks(size, train, case, local_size=local_size)
     assert all(result == results[0] for result in results), "every rank must report the same numbers"
     assert_same(results[0], reference(case))
+
+
+def gathers(world: World, together: int) -> int:
+    """All-gathers of a forward and backward pass."""
+    case = Case(reshard=False, together=together)
+    _, net, _ = build(world, case)
+    with CommDebugMode() as seen:
+        loop.forward_backward(net, batch_of(0, world.size, world.rank, 6, uneven=False), case.settings, world, reshard=False)
+    return int(seen.get_comm_counts()[torch.ops.c10d._allgather_base_])
+
+
+def test_blocks_of_one_unit_are_gathered_at_once() -> None:
+    apart, joined = (run_ranks(2, gathers, together)[0] for together in (1, 2))
+    assert (apart, joined) == (3, 2), "the root, and two blocks one by one or together"
 
 
 def test_accumulation_gives_the_step_of_one_big_batch() -> None:
