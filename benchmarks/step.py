@@ -30,7 +30,7 @@ from training.fast.attention import preferred_kernels
 from training.fast.choose import Pieces, choose
 from training.flops import ModelShape, mfu
 from training.optimizer import AdamW, divisor, make_optimizer
-from training.plan import Choice, Cluster, blocks_together, estimate, machine, this_machine
+from training.plan import Choice, Cluster, Machine, blocks_together, estimate, machine, this_machine
 from training.record import StepMetrics
 from training.settings import ModelSettings, Settings
 from training.sizes import NAMED_SIZES
@@ -65,9 +65,7 @@ def draw(net: Any, seed: int) -> None:
                 local.fill_(1.0 if "norm" in name else 0.0)
 
 
-def build(
-    world: World, variant: dict[str, Any], settings: Settings, choice: Choice, size: str, length: int, cluster: Cluster
-) -> tuple[Any, Any, Pieces, AdamW]:
+def build(world: World, variant: dict[str, Any], settings: Settings, choice: Choice, size: str, length: int, gpu: Machine) -> tuple[Any, Any, Pieces, AdamW]:
     """The sharded model with random weights, its configuration, how its blocks are computed, and the optimizer."""
     config = model.load_config(settings.model, int(NAMED_SIZES[size]["vocab_size"]))
     precision = str(variant.get("precision", "auto"))
@@ -76,7 +74,7 @@ def build(
     parallel.prepare_blocks(net, choice.activation_checkpointing, pieces)
     compute_dtype = torch.float32 if precision == "fp32" or world.device.type != "cuda" else torch.bfloat16
     reduce_dtype = torch.bfloat16 if choice.reduce_dtype == "bf16" else torch.float32
-    mesh, together = parallel.make_mesh(world, choice.parallel), blocks_together(ModelShape.of(config.to_dict()), cluster, choice, choice.micro_batch * length)
+    mesh, together = parallel.make_mesh(world, choice.parallel), blocks_together(ModelShape.of(config.to_dict()), gpu, choice, choice.micro_batch * length)
     parallel.shard(net, mesh, reshard=choice.reshard, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, together=int(variant.get("together", together)))
     model.allocate(net, world.device)
     draw(net, 0)
@@ -94,7 +92,7 @@ def measure(world: World, variant: dict[str, Any], size: str, length: int, lines
     )  # fmt: skip
     on_gpu = world.device.type == "cuda"
     choice = Choice("fsdp", bool(variant.get("reshard", False)), str(variant.get("reduce", "fp32")), recompute, micro_batch)
-    net, config, pieces, optimizer = build(world, variant, settings, choice, size, length, Cluster(1, 1, this_machine(world.device.type)))
+    net, config, pieces, optimizer = build(world, variant, settings, choice, size, length, this_machine(world.device.type))
     seen: list[StepMetrics] = []
     profiler: Any = None
 
@@ -144,7 +142,7 @@ def pretend(ranks: int, variant: dict[str, Any], size: str, length: int) -> dict
     settings = Settings(data="random", model=ModelSettings(random=size), tokens_per_step=tokens)
     choice = Choice("fsdp", bool(variant.get("reshard", False)), str(variant.get("reduce", "fp32")), str(variant.get("recompute", "none")), micro_batch)
     l4s = Cluster(ranks, 1, machine("l4"))
-    net, config, pieces, optimizer = build(world, variant, settings, choice, size, length, l4s)
+    net, config, pieces, optimizer = build(world, variant, settings, choice, size, length, l4s.machine)
     for step in steps(micro_batch * accumulated, micro_batch, length, config.vocab_size, 2):
         loop.forward_backward(net, step, settings, world, choice.reshard)
         optimizer.update(divisor(optimizer.gradient_norm(), 1.0))

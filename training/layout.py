@@ -67,4 +67,4 @@ def choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None
             plan.choose(shape(job), fewest, s.tokens_per_step, job.sequence_length, small, s.loss_chunk)
         except BadInput as error:
             raise BadInput(f"minWorkers = {s.min_workers} is too few: {error}. Raise minWorkers") from error
-    return choice, plan.blocks_together(shape(job), workers, choice, choice.micro_batch * job.sequence_length)
+    return choice, plan.blocks_together(shape(job), machine, choice, choice.micro_batch * job.sequence_length)

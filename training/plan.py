@@ -28,8 +28,6 @@ RECOMPUTE = ("none", "selective", "full")
 BLOCKS = ("fast", "fp8", "compiled")
 DEFAULT_LOSS_CHUNK = 8192
 NEARLY_EQUAL = 0.01
-# Of an FSDP unit of several blocks. Assumed: two blocks of Qwen2.5-1.5B; larger ones won no more on a CPU, and leave less to overlap.
-UNIT_PARAMETERS = 100e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,19 +293,18 @@ def _saved_bytes(shape: ModelShape, blocks: str, activation_checkpointing: str, 
     return width * (6 * d + 3 * q + 3 * kv + 3 * f if activation_checkpointing == "none" else d + 3 * q)
 
 
-def blocks_together(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int) -> int:
+def blocks_together(shape: ModelShape, machine: Machine, choice: Choice, tokens: int) -> int:
     """Blocks that make one unit of FSDP's, gathered and reduced by one collective, with ``tokens`` in a micro-step of a GPU.
 
     One, so that communication runs beside compute; but where a GPU is through with a block before its host has launched it, half of what the host
-    does is FSDP's, once a unit: then about 100 M parameters, or all blocks where there is nobody to communicate with. Also one where weights are
-    gathered twice, which is done to save memory.
+    does is FSDP's, once a unit: then as many as take no more memory, two units being no larger than the root (embedding and head), which is one
+    unit anyway. Also one where weights are gathered twice, which is done to save memory.
     """
-    computed = 6 * shape.block_parameters * tokens / (cluster.machine.training_tflops * 1e12)
-    if choice.reshard or computed >= cluster.machine.launch_ms * 1e-3:
+    computed = 6 * shape.block_parameters * tokens / (machine.training_tflops * 1e12)
+    if choice.reshard or computed >= machine.launch_ms * 1e-3:
         return 1
-    if cluster.world == 1:
-        return shape.layers
-    return min(shape.layers, max(1, round(UNIT_PARAMETERS / shape.block_parameters)))
+    root = shape.parameters - shape.layers * shape.block_parameters
+    return min(shape.layers, max(1, root // (2 * shape.block_parameters)))
 
 
 def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, micro_steps: int, loss_chunk: int) -> Memory:
@@ -330,13 +327,12 @@ def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mi
     if m.blocks == "fp8" and choice.activation_checkpointing != "full":
         weights += shape.layers * block  # the fp8 weights, transposed
     loss = min(loss_chunk, tokens) * shape.vocab * m.logit_bytes + shape.embedding_parameters * (4 + m.compute_bytes)
-    together = blocks_together(shape, cluster, choice, tokens)
-    travelling = (m.compute_bytes + reduce_bytes) * max(min(2 * together, shape.layers) * block, root)
+    travelling = (m.compute_bytes + reduce_bytes) * max(2 * block, root)
     return Memory(
         states=(m.state_bytes * total / shards - gradients) / GIB,
         weights=weights / GIB,
         activations=activations / GIB,
-        workspace=(loss + (travelling if cluster.world > 1 or together > 1 else 0)) / GIB,
+        workspace=(loss + (travelling if cluster.world > 1 else 0)) / GIB,
         overhead=m.overhead_gib,
     )
 
