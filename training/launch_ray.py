@@ -42,8 +42,11 @@ from training.notice import Notice
 from training.settings import Settings
 from training.world import backend, look_around, prepare_allocator
 
-# Ten to twenty seconds without an answer: longer than a network's hiccup, shorter than Ray's own patience.
-GUARD_SECONDS, GUARD_FAILURES = 2.0, 5
+# Between two looks at the head, and how long each waits for its answer.
+GUARD_SECONDS, ANSWER_SECONDS = 0.5, 1.0
+# Without any answer it is lost after ten seconds: longer than a network's hiccup, shorter than Ray's own patience. Where its kernel answers that
+# nobody listens, the head has ended, and a new one may be there in five seconds: this node's raylet then ends, and every worker with it.
+SILENT_SECONDS, REFUSED_SECONDS = 10.0, 1.5
 # A notice is a drained node in Ray's tables; asking the head costs it one short query. Ray's own five seconds are a fifth of a grace time.
 NOTICES = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2"}
 # Only room that is there already is waited for: what Ray waits in vain is part of the gap.
@@ -284,14 +287,19 @@ def _blame(head: tuple[str, int]) -> str | None:
 
 @contextlib.contextmanager
 def _guard(head: tuple[str, int], lost: Callable[[str], None]) -> Iterator[None]:
-    """Watches the head while this process trains. Ray ends the workers of a lost head half a minute later, and none could say why it ended."""
+    """Watches the head while this process trains. Ray ends the workers of a lost head soon after, and none could say why it ended."""
     over = threading.Event()
 
     def watch() -> None:
-        failures = 0
+        answered, patience = time.monotonic(), SILENT_SECONDS
         while not over.wait(GUARD_SECONDS):
-            failures = 0 if _listens(head) else failures + 1
-            if failures == GUARD_FAILURES:
+            error = _silence(head)
+            if error is None:
+                answered, patience = time.monotonic(), SILENT_SECONDS
+                continue
+            if isinstance(error, ConnectionRefusedError):
+                patience = REFUSED_SECONDS  # for what follows too: the address itself is gone soon after
+            if time.monotonic() - answered >= patience:
                 try:
                     lost(HEAD_LOST)
                 finally:
@@ -303,15 +311,20 @@ def _guard(head: tuple[str, int], lost: Callable[[str], None]) -> Iterator[None]
         yield
     finally:
         over.set()
+        thread.join()  # one that looks just now must not end the process that comes after
 
 
 def _listens(address: tuple[str, int]) -> bool:
-    """Whether the host still takes connections; the kernel of an overloaded one does."""
+    return _silence(address) is None
+
+
+def _silence(address: tuple[str, int]) -> OSError | None:
+    """Why the host takes no connection; the kernel of an overloaded one does."""
     try:
-        socket.create_connection(address, timeout=GUARD_SECONDS).close()
-    except OSError:
-        return False
-    return True
+        socket.create_connection(address, timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _of_ray(settings: Settings) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,18 +20,77 @@ def test_what_fails_without_a_head_is_blamed_on_it_and_nothing_else_is() -> None
     assert launch_ray._blame(address) == launch_ray.HEAD_LOST
 
 
-def test_a_worker_that_loses_its_head_has_the_record_closed_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[object] = []
-    ended = threading.Event()
+class Happened:
+    """What a guard did, in its order; the process that it would end goes on."""
 
-    def end(code: int) -> None:
-        happened.append(code)
-        ended.set()
+    def __init__(self) -> None:
+        self.all: list[object] = []
+        self.over = threading.Event()
 
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(launch_ray, "GUARD_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as head, launch_ray._guard(head.getsockname(), happened.append):
-        assert not ended.wait(2), "a head that is there"
+    def ended(self, code: int) -> None:
+        self.all.append(code)
+        self.over.set()
+
+
+@pytest.fixture
+def happened(monkeypatch: pytest.MonkeyPatch) -> Happened:
+    said = Happened()
+    monkeypatch.setattr(os, "_exit", said.ended)
+    monkeypatch.setattr(launch_ray, "GUARD_SECONDS", 0.05)
+    return said
+
+
+def test_a_worker_that_loses_its_head_has_the_record_closed_and_then_ends(happened: Happened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that has ended refuses connections, and is not waited for as one that is only silent."""
+    monkeypatch.setattr(launch_ray, "SILENT_SECONDS", 1e6)
+    with socket.create_server(("127.0.0.1", 0)) as head, launch_ray._guard(head.getsockname(), happened.all.append):
+        assert not happened.over.wait(2), "a head that is there"
         head.close()
-        assert ended.wait(120)
-    assert happened[:2] == [launch_ray.HEAD_LOST, EXIT_TRAINING_FAILED]
+        assert happened.over.wait(60)
+    assert happened.all[:2] == [launch_ray.HEAD_LOST, EXIT_TRAINING_FAILED]
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """A host whose queue is full, with nobody who takes from it: it answers no connection."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as host, socket.create_connection(host.getsockname()):
+        yield host.getsockname()
+
+
+def test_a_head_that_is_only_silent_is_waited_for_longer(happened: Happened, silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_ray, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(launch_ray, "REFUSED_SECONDS", 0.0)
+    with launch_ray._guard(silent, happened.all.append):
+        assert not happened.over.wait(1), "a network's hiccup"
+    monkeypatch.setattr(launch_ray, "SILENT_SECONDS", 0.5)
+    with launch_ray._guard(silent, happened.all.append):
+        assert happened.over.wait(60), "nobody waits for ever"
+    assert happened.all[:2] == [launch_ray.HEAD_LOST, EXIT_TRAINING_FAILED]
+
+
+REFUSED, TIMED_OUT = ConnectionRefusedError(), TimeoutError()
+
+
+@pytest.mark.parametrize(
+    ("answers", "patience", "after"),
+    [
+        pytest.param([REFUSED, TIMED_OUT], {"REFUSED_SECONDS": 0.3, "SILENT_SECONDS": 1e6}, 3, id="it ended, and then its address went"),
+        pytest.param([REFUSED, None, TIMED_OUT], {"REFUSED_SECONDS": 1e6, "SILENT_SECONDS": 0.0}, 3, id="it came back, and then fell silent"),
+    ],
+)
+def test_a_refusal_counts_until_the_head_answers(
+    happened: Happened, monkeypatch: pytest.MonkeyPatch, answers: list[OSError | None], patience: dict[str, float], after: int
+) -> None:
+    asked: list[OSError | None] = []
+
+    def silence(_address: tuple[str, int]) -> OSError | None:
+        asked.append(answers[min(len(asked), len(answers) - 1)])
+        return asked[-1]
+
+    monkeypatch.setattr(launch_ray, "_silence", silence)
+    for name, seconds in patience.items():
+        monkeypatch.setattr(launch_ray, name, seconds)
+    with launch_ray._guard(("head", 1), happened.all.append):
+        assert happened.over.wait(60)
+    assert happened.all[:2] == [launch_ray.HEAD_LOST, EXIT_TRAINING_FAILED]
+    assert len(asked) >= after
