@@ -38,9 +38,14 @@ class ModelShape:
         return self.vocab * self.hidden
 
     @property
+    def root_parameters(self) -> int:
+        """Parameters outside the blocks: embedding, last norm and a head of its own."""
+        return self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+
+    @property
     def parameters(self) -> int:
         """All parameters, a tied embedding counted once (what ``model.parameters()`` of transformers sums to)."""
-        return self.embedding_parameters * (1 if self.tied else 2) + self.layers * self.block_parameters + self.hidden
+        return self.root_parameters + self.layers * self.block_parameters
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:

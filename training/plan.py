@@ -303,13 +303,11 @@ def blocks_together(shape: ModelShape, machine: Machine, choice: Choice, tokens:
     computed = 6 * shape.block_parameters * tokens / (machine.training_tflops * 1e12)
     if choice.reshard or computed >= machine.launch_ms * 1e-3:
         return 1
-    root = shape.parameters - shape.layers * shape.block_parameters
-    return min(shape.layers, max(1, root // (2 * shape.block_parameters)))
+    return min(shape.layers, max(1, shape.root_parameters // (2 * shape.block_parameters)))
 
 
 def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, micro_steps: int, loss_chunk: int) -> Memory:
-    m, total, block = cluster.machine, shape.parameters, shape.block_parameters
-    root = total - shape.layers * block
+    m, total, block, root = cluster.machine, shape.parameters, shape.block_parameters, shape.root_parameters
     shards = _shards(cluster, choice)
     reduce_bytes = REDUCE_BYTES[choice.reduce_dtype]
     # Resharded, the block at work and the next one are whole; the root (embedding, head, last norm) is counted as whole throughout.
@@ -327,6 +325,7 @@ def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mi
     if m.blocks == "fp8" and choice.activation_checkpointing != "full":
         weights += shape.layers * block  # the fp8 weights, transposed
     loss = min(loss_chunk, tokens) * shape.vocab * m.logit_bytes + shape.embedding_parameters * (4 + m.compute_bytes)
+    # Two units at once; those of several blocks are no larger than the root together (blocks_together).
     travelling = (m.compute_bytes + reduce_bytes) * max(2 * block, root)
     return Memory(
         states=(m.state_bytes * total / shards - gradients) / GIB,
@@ -392,7 +391,7 @@ def _times(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mic
     waiting = gathering_forwards * max(0.0, all_gather - forward)
     beside = (all_gather if choice.reshard else 0.0) + reduce_scatter
     waiting += (micro_steps - 1) * max(0.0, beside - backward) + max(0.0, beside + all_reduce - backward)
-    root = 1 - shape.layers * shape.block_parameters / shape.parameters
+    root = shape.root_parameters / shape.parameters
     serial = _gathers(choice, micro_steps) * all_gather + micro_steps * reduce_scatter + all_reduce
     return _Times(
         compute=micro_steps * (forward + backward),

@@ -358,12 +358,7 @@ def test_json_holds_every_candidate_and_follows_the_flags(capsys):
 # ---- units of FSDP
 
 
-@given(
-    gpu=st.sampled_from(KNOWN_GPUS),
-    tokens=st.integers(1, 2**17),
-    size=st.sampled_from(sorted(NAMED_SIZES)),
-    reshard=st.booleans(),
-)
+@given(gpu=st.sampled_from(KNOWN_GPUS), tokens=st.integers(1, 2**17), size=st.sampled_from(sorted(NAMED_SIZES)), reshard=st.booleans())
 def test_blocks_share_a_unit_only_while_the_host_is_the_slower_part(gpu, tokens, size, reshard):
     shape, choice, here = ModelShape.of(NAMED_SIZES[size]), Choice("fsdp", reshard, "fp32", "none", 1), machine(gpu)
     together = blocks_together(shape, here, choice, tokens)
