@@ -42,8 +42,8 @@ from training.notice import Notice
 from training.settings import Settings
 from training.world import backend, look_around, prepare_allocator
 
-# Between two looks at the head, and how long each waits for its answer.
-GUARD_SECONDS, ANSWER_SECONDS = 0.5, 1.0
+# Between two looks at the head, and how long each waits for its answer: a first packet that is lost is sent again after a second.
+GUARD_SECONDS, ANSWER_SECONDS = 0.5, 1.5
 # Without any answer it is lost after ten seconds: longer than a network's hiccup, shorter than Ray's own patience. Where its kernel answers that
 # nobody listens, the head has ended, and a new one may be there in five seconds: this node's raylet then ends, and every worker with it.
 SILENT_SECONDS, REFUSED_SECONDS = 10.0, 1.5
