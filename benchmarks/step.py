@@ -2,7 +2,7 @@
 
     python -m benchmarks.step --variants '[{"precision": "bf16"}, {"precision": "fp8", "microBatch": 24}]' --profile out
 
-A variant may say blocks, precision, microBatch, rows (of a step), recompute, reshard, together, lossChunk. Each prints one line of JSON.
+A variant may say blocks, precision, microBatch, rows (of a step), recompute, reshard, together, replay, lossChunk. Each prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,10 +31,12 @@ from training.fast.attention import preferred_kernels
 from training.fast.choose import Pieces, choose
 from training.flops import ModelShape, mfu
 from training.optimizer import AdamW, divisor, make_optimizer
-from training.plan import Choice, Cluster, Machine, blocks_together, estimate, machine, this_machine
+from training.plan import Choice, Cluster, Machine, blocks_together, estimate, machine, replayed, this_machine
 from training.record import StepMetrics
+from training.replay import Replay
 from training.settings import ModelSettings, Settings
 from training.sizes import NAMED_SIZES
+from training.storage import place
 from training.world import World, process_group
 
 BESIDE = 5
@@ -108,12 +111,15 @@ def measure(world: World, variant: dict[str, Any], size: str, length: int, lines
                 torch.cuda.synchronize()
             profiler.__exit__(None, None, None)
 
-    began = time.perf_counter()
-    with preferred_kernels():
+    began, shape = time.perf_counter(), ModelShape.of(config.to_dict())
+    planned = pieces.blocks == "fast" and replayed(shape, Cluster(1, world.size, this_machine(world.device.type)), micro_batch * length, rows // micro_batch)
+    with preferred_kernels(), tempfile.TemporaryDirectory() as folder:
         batches = steps(rows, micro_batch, length, config.vocab_size, count)
-        loop.train(net, optimizer, batches, settings, world, last_step=count, reshard=choice.reshard, on_line=seen.append, after_step=after_step)
+        loop.train(
+            net, optimizer, batches, settings, world, last_step=count, reshard=choice.reshard, on_line=seen.append, after_step=after_step,
+            replay=Replay(net, settings, world, place(folder), print) if variant.get("replay", planned) else None,
+        )  # fmt: skip
     speeds = [line.tokens_per_second_per_gpu for line in seen[1 : -1 if profile_to else None]]
-    shape = ModelShape.of(config.to_dict())
     result = {
         **variant, "pieces": str(pieces), "tokensPerSecond": round(statistics.median(speeds)), "spread": [round(min(speeds)), round(max(speeds))],
         "losses": [round(line.loss, 5) for line in seen], "gib": round(seen[-1].memory_gib or 0.0, 2), "seconds": round(time.perf_counter() - began, 1),

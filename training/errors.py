@@ -30,6 +30,10 @@ class TrainingFailed(JobError):
     exit_code = EXIT_TRAINING_FAILED
 
 
+class StartAgain(RuntimeError):
+    """What was tried at a start's beginning failed, and was noted: the next start of the run does without it."""
+
+
 class OneRankFailed(TrainingFailed):
     """What one rank of several met and the others know nothing of: they end because its process does, and not with it."""
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from training import schema
-from training.errors import EXIT_DONE, JobError, Terminated, TrainingFailed
+from training.errors import EXIT_DONE, JobError, StartAgain, Terminated, TrainingFailed
 from training.notice import Notice, terminated
 from training.settings import Settings, load
 
@@ -60,9 +60,8 @@ def run(settings: Settings, launcher: str = "auto", say: Callable[[str], None] =
 
 
 def _here(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
-    """The run in this process; again, with fewer rows at a time, if the planned number does not fit the GPU."""
+    """The run in this process; again, and otherwise, where what was tried first does not work on this GPU."""
     from training import worker
-    from training.room import DoesNotFit
     from training.world import process_group
 
     def end(notice: Notice) -> None:
@@ -73,7 +72,7 @@ def _here(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
         with terminated() as notice, process_group(settings.device, settings.collective_timeout) as world:
             try:
                 return worker.run_rank(settings, world, worker.Hooks(say, notice=notice, saved=end))
-            except DoesNotFit as error:
+            except StartAgain as error:
                 if world.size > 1:  # the other ranks' collectives end only with their processes
                     raise
                 say(f"{error}")

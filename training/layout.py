@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from training import plan, room
+from training import plan, replay, room
 from training.checks import Checked
 from training.errors import BadInput
 from training.fast.choose import Pieces
 from training.flops import ModelShape
 from training.settings import Settings
 from training.world import World
+
+
+class Layout(NamedTuple):
+    """The plan's choice, the blocks of one FSDP unit, and whether steps are replayed as a CUDA graph."""
+
+    choice: plan.Choice
+    together: int
+    replayed: bool
 
 
 def compute_dtype(settings: Settings, world: World) -> torch.dtype:
@@ -32,9 +41,10 @@ def cluster(world: World, machine: plan.Machine) -> plan.Cluster:
     return plan.Cluster(len(world.hosts), world.local_size, machine) if world.even else plan.Cluster(world.size, 1, machine)
 
 
-def choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None]) -> tuple[plan.Choice, int]:
-    """The plan's choice for ``world``, within what the settings fix, and the blocks of one FSDP unit. Raises BadInput where nothing fits, there or
-    on ``minWorkers``. For rank 0: a GPU that the plan does not know is measured, and each rank would measure something else.
+def choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None]) -> Layout:
+    """The plan's choice for ``world``, within what the settings fix. Raises BadInput where nothing fits, there or on ``minWorkers``.
+
+    For rank 0: a GPU that the plan does not know is measured, and each rank would measure something else.
     """
     s = job.settings
 
@@ -67,4 +77,6 @@ def choose(job: Checked, world: World, pieces: Pieces, say: Callable[[str], None
             plan.choose(shape(job), fewest, s.tokens_per_step, job.sequence_length, small, s.loss_chunk)
         except BadInput as error:
             raise BadInput(f"minWorkers = {s.min_workers} is too few: {error}. Raise minWorkers") from error
-    return choice, plan.blocks_together(shape(job), machine, choice, choice.micro_batch * job.sequence_length)
+    tokens, micro_steps = choice.micro_batch * job.sequence_length, plan.accumulation(workers, s.tokens_per_step, job.sequence_length, choice.micro_batch)
+    replays = plan.replayed(shape(job), workers, tokens, micro_steps) and not replay.failed_before(job.folder)
+    return Layout(choice, plan.blocks_together(shape(job), machine, choice, tokens), replays)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training import parallel
 from training.data import MicroBatch, Step
 from training.divergence import Diverged, Spikes, not_finite
 from training.optimizer import AdamW, divisor
@@ -39,9 +40,10 @@ def train(
     on_shares: Callable[[Shares], None] = lambda _: None,
     watch: Idle = NOBODY,
     spikes: Spikes | None = None,
+    replay: Callable[[Step], Tensor] | None = None,
 ) -> None:
     """Steps until ``last_step``. ``on_line`` is called on every rank every ``log_every`` steps, ``on_shares`` with it, and ``after_step(steps done)``
-    after each step.
+    after each step; ``replay`` does what :func:`forward_backward` does otherwise.
 
     No value travels from the GPU to the CPU between two lines. Raises Diverged on all ranks at a loss or gradient that is not finite, or a spike.
     """
@@ -61,7 +63,7 @@ def train(
         rate = learning_rate(batch.index, settings)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss_sum += forward_backward(model, batch, settings, world, reshard, exchanges)
+        loss_sum += replay(batch) if replay else forward_backward(model, batch, settings, world, reshard, exchanges)
         with exchanges.timed():
             norm = optimizer.gradient_norm()
         optimizer.update(divisor(norm, settings.grad_clip))
@@ -110,11 +112,15 @@ def forward_backward(model: Any, batch: Step, settings: Settings, world: World, 
     valid = torch.tensor(float(batch.valid_tokens), device=world.device)
     with exchanges.timed() if exchanges else contextlib.nullcontext():
         dist.all_reduce(valid)
-    valid.clamp_(min=1.0)
+    return gradients(model, batch.micro_batches, valid.clamp_(min=1.0), settings, world, reshard)
+
+
+def gradients(model: Any, micro_batches: Sequence[MicroBatch], valid: Tensor, settings: Settings, world: World, reshard: bool) -> Tensor:
+    """The part of :func:`forward_backward` that is all GPU: ``valid`` [scalar, float32] tokens of all ranks divide the sums of the losses."""
     total = torch.zeros((), device=world.device)
-    for i, micro in enumerate(batch.micro_batches):
-        if len(batch.micro_batches) > 1:  # the last one's values are FSDP's own, and to set them means to visit each module
-            last = i == len(batch.micro_batches) - 1
+    for i, micro in enumerate(micro_batches):
+        if len(micro_batches) > 1:  # the last one's values are FSDP's own, and to set them means to visit each module
+            last = i == len(micro_batches) - 1
             model.set_is_last_backward(last)
             model.set_requires_all_reduce(last)  # hsdp: hosts exchange gradients once a step, not once a micro-batch
             model.set_reshard_after_backward(reshard or last)
@@ -140,7 +146,7 @@ def evaluate(model: Any, batches: Iterable[MicroBatch], settings: Settings, worl
             sums[0] += token_loss(model, micro, settings.loss_chunk, world.device)
             sums[1] += (micro.labels != -100).sum().to(world.device)
     model.train()
-    model.reshard()  # without a backward pass the root stays gathered, and its parameters are plain tensors
+    parallel.reshard(model)
     dist.all_reduce(sums)
     total, count = sums.tolist()
     return float(total / max(count, 1.0))

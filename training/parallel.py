@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from training.errors import BadInput
@@ -88,3 +88,10 @@ def shard(model: Any, mesh: DeviceMesh, *, reshard: bool, compute_dtype: torch.d
         fully_shard(layers[first : first + together], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     register_fsdp_forward_method(model, "token_loss")
+
+
+def reshard(model: Any) -> None:
+    """Frees all gathered weights: after a forward pass without a backward pass they stay where they are, and would be taken for the current ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -300,10 +300,23 @@ def blocks_together(shape: ModelShape, machine: Machine, choice: Choice, tokens:
     does is FSDP's, once a unit: then as many as take no more memory, two units being no larger than the root (embedding and head), which is one
     unit anyway. Also one where weights are gathered twice, which is done to save memory.
     """
-    computed = 6 * shape.block_parameters * tokens / (machine.training_tflops * 1e12)
-    if choice.reshard or computed >= machine.launch_ms * 1e-3:
+    if choice.reshard or not _host_is_slower(shape, machine, tokens):
         return 1
     return min(shape.layers, max(1, shape.root_parameters // (2 * shape.block_parameters)))
+
+
+def replayed(shape: ModelShape, cluster: Cluster, tokens: int, micro_steps: int) -> bool:
+    """Whether a step's forward and backward pass are replayed as one CUDA graph (training/replay.py), with ``tokens`` in a micro-step of a GPU.
+
+    So where the GPU would wait for its host, in one micro-step, with blocks written for it. Not on several workers: what a graph exchanges is hidden
+    from NCCL's own record, from which a hang is explained, and from the clocks that find a straggler.
+    """
+    return cluster.world == 1 and micro_steps == 1 and cluster.machine.blocks != "compiled" and _host_is_slower(shape, cluster.machine, tokens)
+
+
+def _host_is_slower(shape: ModelShape, machine: Machine, tokens: int) -> bool:
+    """Whether a GPU is through with a block of ``tokens`` before its host has launched it."""
+    return not machine.is_cpu and 6 * shape.block_parameters * tokens / (machine.training_tflops * 1e12) < machine.launch_ms * 1e-3
 
 
 def _memory(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, micro_steps: int, loss_chunk: int) -> Memory:
@@ -371,7 +384,7 @@ def _times(shape: ModelShape, cluster: Cluster, choice: Choice, tokens: int, mic
     backward = 2 * forward + _recompute_seconds(shape, m, choice, forward)
     # Recomputed blocks are launched once more, and gathered ones take part of that again (measured on 1 and 2 H200).
     rounds = 1 + (choice.activation_checkpointing != "none") + 0.5 * choice.reshard
-    launches = rounds * (shape.layers + 1) * m.launch_ms * 1e-3
+    launches = 0.0 if replayed(shape, cluster, tokens, micro_steps) else rounds * (shape.layers + 1) * m.launch_ms * 1e-3
     forward, backward = _not_below(forward, launches / 3), _not_below(backward, launches * 2 / 3)
 
     latency = (shape.layers + 1) * m.collective_latency_us * 1e-6

@@ -9,7 +9,7 @@ import torch
 
 from training import loop
 from training.data import MicroBatch, Step
-from training.errors import BadInput
+from training.errors import BadInput, StartAgain
 from training.loss import IGNORE
 from training.optimizer import AdamW
 from training.settings import Settings
@@ -28,16 +28,12 @@ def too_large(folder: Place) -> int | None:
     return None
 
 
-class DoesNotFit(RuntimeError):
-    """A planned micro-batch that did not fit: the next start of the run takes a smaller one."""
-
-
 def check(net: Any, optimizer: AdamW, settings: Settings, world: World, folder: Place, *, size: int, length: int, rows: int, reshard: bool) -> None:
     """Tries ``size`` rows of ``length`` tokens with everything that a step holds; a collective.
 
     That is: gradients of an earlier micro-batch, if ``rows`` of a step make several, and AdamW's two moments. What does not fit is written
     to ``folder``. Nothing smaller is tried in place: FSDP and other workers' collectives are left half-way by the failure. Raises BadInput
-    for a size that a person has set, else DoesNotFit, on all ranks.
+    for a size that a person has set, else StartAgain, on all ranks.
     """
 
     def work() -> None:
@@ -48,7 +44,7 @@ def check(net: Any, optimizer: AdamW, settings: Settings, world: World, folder: 
             if settings.micro_batch is not None:
                 raise BadInput(f"{said}. Leave microBatch out, lower it, or set activationCheckpointing to full") from error
             (folder / FILE).write_json({"rows": size, "length": length, "workers": world.size})
-            raise DoesNotFit(f"{said}. The next start takes fewer") from error
+            raise StartAgain(f"{said}. The next start takes fewer") from error
 
     world.together(work)
     net.zero_grad(set_to_none=True)

@@ -28,6 +28,7 @@ from training.flops import mfu
 from training.network import Network
 from training.notice import Notice, Watch
 from training.record import RunRecord, StepMetrics, fail_for, now, open_run
+from training.replay import Replay
 from training.settings import Settings
 from training.storage import place
 from training.world import World
@@ -64,7 +65,7 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
     chosen = world.broadcast(world.on_main(lambda: layout.choose(job, world, pieces, say)))
     assert chosen is not None
     checks.share_storage(job, world, say)
-    run = _Run(job, world, hooks, say, pieces, *chosen)
+    run = _Run(job, world, hooks, say, pieces, chosen)
     try:
         run.to_the_end()
     except Exception as error:
@@ -77,8 +78,9 @@ def run_rank(settings: Settings, world: World, hooks: Hooks) -> dict[str, Any]:
 class _Run:
     """One rank's part of a run. Its methods are collectives, but for :meth:`failed` and what the loop's threads call (:meth:`on_hang`)."""
 
-    def __init__(self, job: Checked, world: World, hooks: Hooks, say: Callable[[str], None], pieces: Pieces, choice: plan.Choice, together: int) -> None:
-        self.job, self.world, self.hooks, self.say, self.pieces, self.choice = job, world, hooks, say, pieces, choice
+    def __init__(self, job: Checked, world: World, hooks: Hooks, say: Callable[[str], None], pieces: Pieces, chosen: layout.Layout) -> None:
+        self.job, self.world, self.hooks, self.say, self.pieces, self.layout = job, world, hooks, say, pieces, chosen
+        choice = self.choice = chosen.choice
         settings = self.settings = job.settings
         self.net = model.build_empty(job.config)
         self.products = parallel.prepare_blocks(self.net, choice.activation_checkpointing, pieces)
@@ -90,7 +92,7 @@ class _Run:
             reshard=choice.reshard,
             compute_dtype=layout.compute_dtype(settings, world),
             reduce_dtype=reduce_dtype,
-            together=together,
+            together=chosen.together,
         )
         model.allocate(self.net, world.device)
         self.optimizer = optimizer.make_optimizer(self.net, settings)
@@ -98,7 +100,7 @@ class _Run:
         folder = job.folder / "checkpoints"
         self.found = checkpoint.latest(folder, world, say, settings.storage_patience)
         self.start_step = self.found.step if self.found else 0
-        self.record = world.on_main(lambda: _open_record(job, world, self.start_step, {**dataclasses.asdict(choice), "blocks_together": together}, pieces, say))
+        self.record = world.on_main(lambda: _open_record(job, world, self.start_step, chosen, pieces, say))
         self.attempt = world.broadcast(self.record.attempt if self.record else 0)
         self.network = Network(job, world, choice, self.attempt, say, self.record)
         in_background = world.device.type == "cuda"
@@ -129,6 +131,8 @@ class _Run:
         self.load()
         self.say(_opening(self.job, self.world, self.choice, self.net))
         self.say(str(self.pieces))
+        if self.layout.replayed:
+            self.say("steps are replayed as a CUDA graph: the GPU would wait for its host")
         self.began = time.monotonic()
         if self.start_step < self.job.last_step:
             self.train()
@@ -229,6 +233,7 @@ class _Run:
                 on_shares=self.tally.add,
                 watch=self.hang,
                 spikes=spikes,
+                replay=Replay(self.net, settings, world, job.folder, self.say) if self.layout.replayed else None,
             )
 
     def read(self, batches: Iterator[Rows]) -> Iterator[Rows]:
@@ -427,13 +432,14 @@ def _settled() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _open_record(job: Checked, world: World, start_step: int, chosen: Mapping[str, Any], pieces: Pieces, say: Callable[[str], None]) -> RunRecord:
+def _open_record(job: Checked, world: World, start_step: int, chosen: layout.Layout, pieces: Pieces, say: Callable[[str], None]) -> RunRecord:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if world.device.type == "cuda" else None  # type: ignore[no-untyped-call]
     s = job.settings
     storage = place(s.storage, hasty=True)  # training waits while it is written
     record = open_run(storage, job.run, job.identity, schema.as_mapping(s), nccl=nccl, patience=s.storage_patience, say=say)
     record.start(start_step, world.size, world.hosts)
-    record.note(plan=chosen, pieces=dataclasses.asdict(pieces))
+    decided = {**dataclasses.asdict(chosen.choice), "blocks_together": chosen.together, "replayed": chosen.replayed}
+    record.note(plan=decided, pieces=dataclasses.asdict(pieces))
     return record
 
 

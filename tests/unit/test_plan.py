@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from training.errors import BadInput
 from training.flops import ModelShape, flops_per_token, mfu
 from training.plan import (
+    CPU,
     KNOWN_GPUS,
     NEARLY_EQUAL,
     RECOMPUTE,
@@ -28,6 +29,7 @@ from training.plan import (
     estimate,
     machine,
     main,
+    replayed,
     this_machine,
 )
 from training.sizes import NAMED_SIZES
@@ -377,6 +379,37 @@ def test_the_default_keeps_a_unit_for_each_block_and_a_small_job_does_not():
     assert blocks_together(QWEN, machine("NVIDIA L4"), small, 128) == 2
     assert blocks_together(QWEN, machine("NVIDIA H200"), small, 16 * 2048) == 1
     assert blocks_together(QWEN, machine("NVIDIA H200"), small, 2048) == 2
+
+
+# ---- steps replayed as a CUDA graph
+
+
+@given(
+    gpu=st.sampled_from(KNOWN_GPUS),
+    tokens=st.integers(1, 2**17),
+    size=st.sampled_from(sorted(NAMED_SIZES)),
+    hosts=st.integers(1, 3),
+    micro_steps=st.integers(1, 3),
+)
+def test_only_a_single_worker_that_its_host_holds_up_replays_its_steps(gpu, tokens, size, hosts, micro_steps):
+    shape, here = ModelShape.of(NAMED_SIZES[size]), machine(gpu)
+    found = replayed(shape, Cluster(hosts, 1, here), tokens, micro_steps)
+    if hosts > 1 or micro_steps > 1:
+        assert not found, "a graph hides collectives, and holds one micro-step"
+    if found:
+        assert replayed(shape, Cluster(1, 1, here), max(1, tokens // 2), 1), "fewer tokens leave the GPU waiting all the more"
+        assert not replayed(shape, Cluster(1, 1, dataclasses.replace(here, launch_ms=0.0)), tokens, 1), "a host that takes no time holds nobody up"
+    assert not replayed(shape, Cluster(hosts, 1, dataclasses.replace(here, blocks="compiled")), tokens, micro_steps)
+
+
+def test_a_short_step_on_one_gpu_is_replayed_and_planned_without_its_launches_and_a_long_one_is_not():
+    one = Cluster(1, 1, machine("NVIDIA H200"))
+    assert replayed(QWEN, one, 128, 1)
+    assert not replayed(QWEN, one, 16 * 2048, 1)
+    assert not replayed(QWEN, Cluster(1, 1, CPU), 128, 1)
+    choice = Choice("fsdp", False, "fp32", "none", 1)
+    short, launched = (estimate(QWEN, dataclasses.replace(one, machine=m), choice, 128, 128) for m in (one.machine, machine("NVIDIA H200", blocks="compiled")))
+    assert short.step_seconds < 0.05 < launched.step_seconds, "measured: 46 ms with and 140 without"
 
 
 def test_a_model_folder_can_be_planned(tmp_path, capsys):

@@ -175,7 +175,9 @@ def install(layer: Any, config: Any, training: Products, recompute: str) -> None
     eps = layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon
 
     def forward(_self: nn.Module, hidden_states: Tensor, attention_mask: Any = None, position_embeddings: Any = None, **rest: Any) -> Any:
-        if attention_mask is not None or rest.get("past_key_values") is not None:
+        # While a graph is recorded transformers can't look whether it needs its mask, and makes one; it is the causal one, as in the step before.
+        masked = attention_mask is not None and not (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing())
+        if masked or rest.get("past_key_values") is not None:
             return own(hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **rest)
         cos, sin = position_embeddings
         mm = training if torch.is_grad_enabled() else plain

@@ -107,7 +107,10 @@ class Fp8Products(Products):
 
     def _note(self, name: str, peak: Tensor) -> None:
         seen = self._seen.get(name)
-        self._seen[name] = peak if seen is None else torch.maximum(peak, seen * self.FADE)
+        if seen is None:
+            self._seen[name] = peak
+        else:
+            torch.maximum(peak, seen * self.FADE, out=seen)  # in place, for a graph that is replayed
 
     def activation(self, gate_up: Tensor) -> Scaled:
         """By the long way at first, then in one kernel."""
