@@ -37,7 +37,7 @@ class Replay:
     def __init__(self, model: Any, settings: Settings, world: World, folder: Place, say: Callable[[str], None]) -> None:
         self.model, self.settings, self.world, self.folder, self.say = model, settings, world, folder, say
         self._parameters = list(model.parameters())
-        self._steps = 0
+        self._steps = self._passing = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, batch: Step) -> Tensor:
@@ -46,7 +46,10 @@ class Replay:
         if self._steps == 2 and self._fits():
             self._record(batch)
         if self._graph is None:
-            return loop.forward_backward(self.model, batch, self.settings, self.world, reshard=False)
+            held = torch.cuda.memory_allocated(self.world.device)
+            loss = loop.forward_backward(self.model, batch, self.settings, self.world, reshard=False)
+            self._passing = torch.cuda.max_memory_allocated(self.world.device) - held
+            return loss
         ids, labels, _ = batch.micro_batches[0]
         self._ids.copy_(ids, non_blocking=True)
         self._labels.copy_(labels, non_blocking=True)
@@ -57,17 +60,15 @@ class Replay:
         return self._loss
 
     def _fits(self) -> bool:
-        """Whether the GPU has room for what a step holds for a moment, for good, and once more for an evaluation beside it."""
+        """Whether the GPU has room to keep what the first step held for its time, and once more for an evaluation beside it."""
         device = self.world.device
         gc.collect()
         torch.cuda.empty_cache()
         (free, total), share = torch.cuda.mem_get_info(device), torch.cuda.get_per_process_memory_fraction(device)
-        held = torch.cuda.memory_allocated(device)
-        free = min(free, int(share * total) - held)
-        passing = torch.cuda.max_memory_allocated(device) - held
-        if 2 * passing <= free:
+        free, wanted = min(free, int(share * total) - torch.cuda.memory_allocated(device)), 2 * self._passing
+        if wanted <= free:
             return True
-        self.say(f"steps are not replayed as a CUDA graph, and wait for the host: that takes {2 * passing / 2**30:.1f} GiB, and {free / 2**30:.1f} are free")
+        self.say(f"steps are not replayed as a CUDA graph, and wait for the host: that takes {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free")
         return False
 
     def _record(self, batch: Step) -> None:

@@ -73,6 +73,7 @@ def test_a_run_leaves_its_record(data: Path, tmp_path: Path) -> None:
     run, lines = read_run(place(str(tmp_path / "r")))
     assert run["outcome"] == "done"
     assert run["settings"]["steps"] == 8
+    assert run["plan"]["replayed"] is False, "a CPU has no CUDA graphs"
     assert run["plan"]["blocks_together"] == 1, "two units of two blocks would be larger than this model's embedding"
     assert run["attempts"][0]["endStep"] == 8
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))

@@ -60,6 +60,29 @@ def test_blocks_of_one_unit_are_gathered_at_once() -> None:
     assert (apart, joined) == (3, 2), "the root, and two blocks one by one or together"
 
 
+def evaluated_before_and_after_a_change(world: World) -> tuple[float, float, float]:
+    """Held-out losses of a model, of it with tripled weights, and of these without an evaluation before."""
+    case = Case(reshard=False)
+    batch = batch_of(5, world.size, world.rank, 6, uneven=False).micro_batches
+    found = []
+    for first in (True, False):
+        _, net, _ = build(world, case)
+        shards = list(net.parameters())
+        if first:
+            found.append(loop.evaluate(net, batch, case.settings, world))
+        with torch.no_grad():
+            for shard in shards:
+                shard.mul_(3.0)
+        found.append(loop.evaluate(net, batch, case.settings, world))
+    return found[0], found[1], found[2]
+
+
+def test_an_evaluation_sees_the_weights_of_its_time_and_none_that_an_earlier_one_gathered() -> None:
+    before, after, fresh = run_ranks(2, evaluated_before_and_after_a_change)[0]
+    assert after == fresh, "the change must be seen"
+    assert before != fresh
+
+
 def test_accumulation_gives_the_step_of_one_big_batch() -> None:
     small, big = (run_ranks(1, train, Case(micro_batch=size, uneven=True))[0] for size in (1, 12))
     assert_same(small, big, 1e-5)
