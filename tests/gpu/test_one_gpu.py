@@ -17,10 +17,9 @@ import torch
 
 from tests.training import tiny
 from tests.training.test_job import ROOT, losses
-from training import loop, parallel, replay
+from training import loop, replay
 from training.errors import StartAgain
 from training.fast.attention import preferred_kernels
-from training.fast.choose import Pieces
 from training.room import FILE as TOO_LARGE
 from training.settings import ModelSettings, Settings
 from training.storage import place
@@ -50,13 +49,11 @@ def world() -> Iterator[World]:
     torch.cuda.empty_cache()  # jobs of other processes follow
 
 
-def built(world: World, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, Any, Any, list[int]]:
+def built(world: World, fp8: bool) -> tuple[Case, Any, Any, list[int]]:
     """A case, its model with fast blocks, its optimizer, and a list that grows with each call of the model."""
-    case, calls = Case(blocks="fast", compute_dtype="bf16", reshard=False, micro_batch=tiny.ROWS, steps=STEPS), []
-    prepare = parallel.prepare_blocks
-    monkeypatch.setattr(parallel, "prepare_blocks", lambda net, recompute, pieces: prepare(net, recompute, Pieces(pieces.blocks, fp8, pieces.why)))
+    case = Case(blocks="fast", fp8=fp8, compute_dtype="bf16", reshard=False, micro_batch=tiny.ROWS, steps=STEPS)
     _, net, optimizer = tiny.build(world, case)
-    called = net.token_loss
+    called, calls = net.token_loss, []
 
     def counted(*arguments: Any) -> Any:
         calls.append(len(calls))
@@ -92,11 +89,11 @@ def learnt(world: World, case: Case, net: Any, optimizer: Any, replayed: replay.
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_replayed_steps_learn_what_they_learn_one_by_one(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
-    case, net, optimizer, calls = built(world, fp8, monkeypatch)
+def test_replayed_steps_learn_what_they_learn_one_by_one(world: World, tmp_path: Path, fp8: bool) -> None:
+    case, net, optimizer, calls = built(world, fp8)
     one_by_one, held_out = learnt(world, case, net, optimizer, None)
     assert len(calls) == STEPS + len(EVALUATED)
-    case, net, optimizer, calls = built(world, fp8, monkeypatch)
+    case, net, optimizer, calls = built(world, fp8)
     replayed = replay.Replay(net, case.settings, world, place(str(tmp_path)), print)
     losses_replayed, held_out_replayed = learnt(world, case, net, optimizer, replayed)
     assert len(calls) == 2 + len(EVALUATED), "the model itself is called for the first step, for the record and for evaluations only"
@@ -106,8 +103,8 @@ def test_replayed_steps_learn_what_they_learn_one_by_one(world: World, tmp_path:
     assert held_out_replayed == pytest.approx(held_out, rel=SAME), "evaluations between replays see the same weights"
 
 
-def test_a_step_that_cannot_be_recorded_is_noted_and_the_next_start_does_without(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, net, optimizer, _ = built(world, False, monkeypatch)
+def test_a_step_that_cannot_be_recorded_is_noted_and_the_next_start_does_without(world: World, tmp_path: Path) -> None:
+    case, net, optimizer, _ = built(world, False)
     called = net.token_loss
 
     def with_a_look(*arguments: Any) -> Any:
@@ -124,7 +121,7 @@ def test_a_step_that_cannot_be_recorded_is_noted_and_the_next_start_does_without
 
 
 def test_without_room_for_the_record_steps_go_on_one_by_one(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, net, optimizer, calls = built(world, False, monkeypatch)
+    case, net, optimizer, calls = built(world, False)
     said: list[str] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (2**20, torch.cuda.get_device_properties(0).total_memory))
     losses_seen, _ = learnt(world, case, net, optimizer, replay.Replay(net, case.settings, world, place(str(tmp_path)), said.append))

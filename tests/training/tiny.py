@@ -49,6 +49,7 @@ class Case:
     resume: bool = False
     keep: int = 2
     blocks: str = "plain"
+    fp8: bool = False
     together: int = 1
 
     @property
@@ -92,7 +93,7 @@ def build(world: World, case: Case) -> tuple[Any, Any, AdamW]:
     """(configuration, sharded model with the seed's weights, optimizer)."""
     config = model.load_config(case.settings.model, VOCABULARY)
     net = model.build_empty(config)
-    parallel.prepare_blocks(net, case.recompute, Pieces(case.blocks, False, "as set"))
+    parallel.prepare_blocks(net, case.recompute, Pieces(case.blocks, case.fp8, "as set"))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     parallel.shard(
         net,
