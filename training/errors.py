@@ -48,3 +48,8 @@ class Terminated(JobError):
     """Ended on purpose by SIGTERM, with a checkpoint of its last step; the same command goes on from it."""
 
     exit_code = EXIT_TERMINATED
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of another package says, in one line; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from training.errors import BadInput
+from training.errors import BadInput, first_line
 from training.loss import add_token_loss
 from training.settings import ModelSettings
 from training.sizes import NAMED_SIZES
@@ -56,7 +56,7 @@ def load_config(settings: ModelSettings, vocab_size: int) -> PretrainedConfig:
             try:
                 return cast(PretrainedConfig, AutoConfig.from_pretrained(source))
             except (OSError, ValueError) as error:
-                raise BadInput(f"model.pretrained = {redacted(settings.pretrained)}: {_first_line(error)}; give a hub id, a folder or an s3:// URI") from error
+                raise BadInput(f"model.pretrained = {redacted(settings.pretrained)}: {first_line(error)}; give a hub id, a folder or an s3:// URI") from error
     if isinstance(settings.random, str):
         if settings.random not in NAMED_SIZES:
             raise BadInput(f"model.random = {settings.random}: no such size; known: {', '.join(NAMED_SIZES)}")
@@ -69,7 +69,7 @@ def load_config(settings: ModelSettings, vocab_size: int) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **raw)
     except Exception as error:  # transformers and huggingface_hub raise classes of their own, per key, for a bad value
-        raise BadInput(f"model.random: {_first_line(error)}") from error
+        raise BadInput(f"model.random: {first_line(error)}") from error
 
 
 def load_generation_config(settings: ModelSettings) -> GenerationConfig | None:
@@ -98,10 +98,6 @@ def check_config(config: PretrainedConfig, *, vocab_size: int, sequence_length: 
         )
     if problems:
         raise BadInput("; ".join(problems))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def build_empty(config: PretrainedConfig) -> Any:
@@ -137,7 +133,7 @@ def full_weights(settings: ModelSettings, config: PretrainedConfig, seed: int) -
             loaded: Any = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
             model, report = loaded
         except (OSError, ValueError, RuntimeError) as error:
-            raise BadInput(f"model.pretrained = {redacted(settings.pretrained)}: {_first_line(error)}") from error
+            raise BadInput(f"model.pretrained = {redacted(settings.pretrained)}: {first_line(error)}") from error
         if report["missing_keys"] or report["mismatched_keys"]:
             names = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
             raise BadInput(

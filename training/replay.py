@@ -15,7 +15,7 @@ from torch import Tensor
 
 from training import loop
 from training.data import MicroBatch, Step
-from training.errors import StartAgain
+from training.errors import StartAgain, first_line
 from training.settings import Settings
 from training.storage import Place
 from training.world import World
@@ -85,7 +85,7 @@ class Replay:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._loss = loop.gradients(self.model, [recorded], self._valid, self.settings, self.world, reshard=False)
         except RuntimeError as error:  # FSDP is left half-way: only a new start can do without
-            why = (f"{error}".splitlines() or [type(error).__name__])[0]
+            why = first_line(error)
             (self.folder / FILE).write_json({"why": why})
             raise StartAgain(f"the step could not be recorded as a CUDA graph ({why}). The next start does without") from error
         self._gradients = [parameter.grad for parameter in self._parameters]

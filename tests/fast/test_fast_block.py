@@ -63,3 +63,14 @@ def test_fp8_products_stay_near_the_bf16_gradients(recompute):
     for name, g in gradients.items():
         error = (fast_gradients[name].float() - g.float()).norm() / g.float().norm()
         assert error < 0.5, f"{name}: relative error {error:.2e}"
+
+
+def test_what_fp8_remembers_of_a_tensor_stays_where_a_recorded_step_looks_for_it():
+    products = Fp8Products()
+    products._note("activation", torch.tensor([2.0]))
+    place = products._seen["activation"]
+    products._note("activation", torch.tensor([3.0]))
+    assert products._seen["activation"] is place, "a replayed graph reads and writes the place it was recorded with"
+    assert place.item() == 3.0
+    products._note("activation", torch.tensor([1.0]))
+    assert place.item() == pytest.approx(3.0 * Fp8Products.FADE), "it fades"

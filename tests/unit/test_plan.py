@@ -409,7 +409,7 @@ def test_a_short_step_on_one_gpu_is_replayed_and_planned_without_its_launches_an
     assert not replayed(QWEN, Cluster(1, 1, CPU), 128, 1)
     choice = Choice("fsdp", False, "fp32", "none", 1)
     short, launched = (estimate(QWEN, dataclasses.replace(one, machine=m), choice, 128, 128) for m in (one.machine, machine("NVIDIA H200", blocks="compiled")))
-    assert short.step_seconds < 0.05 < launched.step_seconds, "measured: 46 ms with and 140 without"
+    assert short.step_seconds < 0.05 < launched.step_seconds, "measured: 39 ms with and 115 to 155 without"
 
 
 def test_a_model_folder_can_be_planned(tmp_path, capsys):
